@@ -7,11 +7,12 @@ FROM python:3.12-slim
 # --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cpu
 ARG TORCH_INDEX=https://pypi.org/simple
 
-# Triton needs a C compiler to compile kernels when training starts.
+# Triton compiles kernels with the C compiler when training starts. Debian removes old versions, so none is pinned.
+# hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install -y --no-install-recommends gcc libc6-dev \
     && rm -rf /var/lib/apt/lists/* \
-    && useradd --create-home unspool
+    && useradd --create-home --uid 1000 unspool
 
 WORKDIR /src
 COPY pyproject.toml README.md LICENSE constraints.txt ./
@@ -20,7 +21,8 @@ RUN pip install --no-cache-dir --index-url "$TORCH_INDEX" --extra-index-url http
     -c constraints.txt '.[gguf,track]' \
     && rm -rf /src
 
-USER unspool
+# By number, as `runAsNonRoot` of Kubernetes needs it.
+USER 1000
 WORKDIR /work
 ENTRYPOINT ["unspool"]
 CMD ["--help"]

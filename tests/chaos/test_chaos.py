@@ -102,7 +102,7 @@ def _content(path: Path) -> Any:
 
 
 @pytest.mark.slow
-def test_after_every_event_the_run_ends_as_if_nothing_had_happened_or_refuses_in_a_sentence(chaos_shard, box):
+def test_after_every_event_the_run_ends_with_the_same_result_or_one_clear_error(chaos_shard, box):
     wanted = results(box.out)
     assert {Path(name).parts[0] for name in wanted} == {"corpus", "datasets", "stages", "scores"}
     shutil.rmtree(box.out)

@@ -36,25 +36,25 @@ MISTAKES = {
     ),
     "missing extra": (
         ["--backend", "vllm", "--suite", "niah", "--lengths", "128"],
-        "--backend vllm: vllm is not installed; pip install vllm, or start its server elsewhere and use --backend "
-        "openai --url.",
+        "--backend vllm: vllm is not installed; run `pip install vllm`, or start a vLLM server and use --backend "
+        "openai --url ADDRESS.",
     ),
     "endpoint without a server": (
         ["--suite", "niah", "--lengths", "128", "--endpoint", "chat"],
-        "--endpoint works with --backend openai only; the backend here is transformers.",
+        "--endpoint works only with --backend openai, not with transformers.",
     ),
     "name on a server without a server": (
         ["--suite", "niah", "--lengths", "128", "--model-name", "mine"],
-        "--model-name works with --backend openai only; the backend here is transformers.",
+        "--model-name works only with --backend openai, not with transformers.",
     ),
     "task that does not fit its length": (
         ["--suite", "ruler", "--tasks", "vt", "--lengths", "256", "--samples", "1"],
-        "ruler vt: length 256 is too short: with this tokenizer the smallest prompt and its answer need about 674 "
-        "tokens. Use a greater length or leave this task out.",
+        "ruler vt: length 256 is too short: with this tokenizer, the smallest prompt and its answer need about 674 "
+        "tokens. Use a larger length or remove this task.",
     ),
     "file where the results should go": (
         ["--suite", "niah", "--lengths", "64", "--out", "taken/results"],
-        "{cwd}/taken: file exists; it is in the way; move it away, or use another path.",
+        "{cwd}/taken: file exists; it already exists; move it away, or use another path.",
     ),
 }
 

@@ -111,10 +111,10 @@ def test_a_folder_without_scores_is_refused_with_what_is_missing(here):
     (here / "empty").mkdir()
     (here / "begun").mkdir()
     (here / "begun.work").mkdir()
-    assert "empty is not a run: it holds none of recipe.yaml, run.json, scores, stages, summary.json. Give the " in (
+    assert "empty is not a run: it has none of recipe.yaml, run.json, scores, stages, summary.json. Give the " in (
         run("report", "empty", code=2).stderr
     )
-    assert "begun holds no scores yet: begun.work is unfinished; run the same `unspool eval` again" in (
+    assert "begun has no scores yet: begun.work is unfinished; run the same `unspool eval` command again" in (
         run("report", "begun", code=2).stderr
     )
     assert not (here / MANIFEST).exists()

@@ -87,7 +87,7 @@ def test_the_card_tells_what_it_is_how_it_was_made_and_how_well_it_does(run_dir,
     _, head, text = card.split("---", 2)
     assert yaml.safe_load(head)["license"] == "mit"
     assert "base_model" not in yaml.safe_load(head), "a folder of ours is nowhere on the Hub"
-    assert "context of 2K tokens, extended from 256" in text
+    assert "context length of 2K tokens, extended from 256" in text
     assert "RoPE, base 200000" in text
     assert "| abf | 2K | " in text and "| utk | 2K | " not in text
     assert "books-2k 0.6, short 0.4" in text

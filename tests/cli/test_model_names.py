@@ -279,8 +279,7 @@ def test_a_run_without_one_final_model_is_refused_with_what_to_give(here):
         "begun": "begun: no stage of this run is trained yet; run the recipe first.",
         "begun/stages/first.work": "begun/stages/first.work: this stage is still being trained; run the recipe to its "
         "end first.",
-        "empty": "empty: the folder holds no model (config.json); give a model folder, a run's folder or one of its "
-        "stages/.",
+        "empty": "empty: the folder holds no model (config.json); give the folder of a model, a run or a stage.",
     }.items():
         assert said(run("eval", folder, *EVAL)) == sentence
     (here / "recipe.yaml").write_text(RECIPE.format(model="arms"))

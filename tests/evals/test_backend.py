@@ -75,7 +75,7 @@ def test_two_runs_give_the_same_bytes(scoring, model_dir):
     assert len({output for output in outputs if output}) > 1, "empty answers would hide a difference"
 
 
-def test_weights_are_not_loaded_for_scores_that_stand(scoring, model_dir, monkeypatch):
+def test_weights_are_not_loaded_for_scores_that_are_up_to_date(scoring, model_dir, monkeypatch):
     summary = score_model(str(model_dir), scoring, **CPU)
     monkeypatch.setattr(transformers, "load_model", None)
     monkeypatch.setattr(transformers, "load_tokenizer", None)

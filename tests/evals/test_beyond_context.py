@@ -49,8 +49,8 @@ def test_they_are_announced_before_the_first_prompt_and_marked(scoring, tokenize
 
     assert said_before and all(said_before)
     assert (
-        "17 of 34 questions are longer than the model's context of 300 tokens (max_position_embeddings of its config): "
-        "those at 512. They are asked anyway"
+        "17 of 34 questions are longer than the model's context of 300 tokens (max_position_embeddings of its config), "
+        "at lengths 512. They are run anyway"
     ) in caplog.text
     marked = {(cell["suite"], cell["length"], cell.get("beyond_context")) for cell in summary["cells"]}
     assert marked == {("ruler", 256, None), ("ruler", 512, "ask"), ("niah", 256, None), ("niah", 512, "ask")}
@@ -66,7 +66,7 @@ def test_skipped_questions_have_no_score(scoring, tokenizer, caplog):
     with caplog.at_level(logging.WARNING):
         summary = score(replace(scoring, evals=evals), backend)
 
-    assert "17 of 34 questions" in caplog.text and "They are not asked" in caplog.text
+    assert "17 of 34 questions" in caplog.text and "They are skipped" in caplog.text
     assert max(backend.tokens) <= 300
     beyond = [cell for cell in summary["cells"] if cell["length"] == 512]
     assert beyond and all(cell["value"] is None and cell["n"] == 0 for cell in beyond)
@@ -93,7 +93,7 @@ def test_truncated_prompts_lose_the_middle_of_their_text_and_say_so(scoring, tok
     assert suite["effective_length"] == 256  # the prompts at 512 had no 512 tokens
 
 
-def test_a_server_is_not_asked_what_it_would_refuse(scoring, tokenizer):
+def test_a_server_gets_no_prompt_that_it_would_refuse(scoring, tokenizer):
     backend = Counting(tokenizer, ContextLimit(300, "as the server lists it"), kind="openai")
 
     score(replace(scoring, evals=[niah()]), backend)
@@ -117,7 +117,7 @@ def test_a_window_of_text_is_marked_by_position_and_cut_at_its_end(scoring, toke
     assert sum(cell["n"] for cell in cut["cells"]) == 2 * 299
 
 
-def test_nothing_left_to_ask_is_refused(scoring, tokenizer):
+def test_skipping_every_question_is_refused(scoring, tokenizer):
     evals = [niah(lengths=[512], beyond_context="skip")]
     with pytest.raises(ConfigError, match=r"every question is longer than .* context of 300 tokens .* skipped"):
         score(replace(scoring, evals=evals), Counting(tokenizer))

@@ -216,7 +216,7 @@ def test_chat_off_is_refused_on_the_chat_endpoint_before_the_first_question(mode
     assert not server.questions
 
 
-def test_no_reply_is_lost_or_asked_for_twice_when_the_server_dies(model, server, tmp_path):
+def test_no_reply_is_lost_or_requested_twice_when_the_server_dies(model, server, tmp_path):
     """One question is never answered, the later ones are; then the server is gone."""
     first = threading.Event()
 
@@ -259,7 +259,7 @@ def test_finished_results_need_no_server(model, server, tmp_path, endpoint):
     assert ask(model, server, tmp_path / "scores", "--endpoint", endpoint, "--value", "words") == before
 
 
-def test_results_say_what_was_asked_and_how(model, server, tmp_path):
+def test_results_record_the_prompts_and_the_endpoint(model, server, tmp_path):
     for endpoint, template in (("text", "of the tokenizer, sha256 "), ("chat", "of the server")):
         ask(model, server, tmp_path / endpoint, "--endpoint", endpoint, "--suite", "niah")
         record = json.loads((tmp_path / endpoint / "summary.json").read_text())["backend"]
@@ -290,7 +290,7 @@ def test_a_question_beyond_the_context_is_cut_in_what_is_sent(model, server, tmp
         (("--endpoint", "text"), ("--endpoint", "text"), None),
     ],
 )
-def test_results_that_were_asked_in_different_ways_are_not_paired(model, server, tmp_path, first, second, why):
+def test_results_of_different_backends_are_not_paired(model, server, tmp_path, first, second, why):
     server.takes = {"ids", "text", "chat"}
     run_dir = tmp_path / "run"
     for name, options in (("base", first), ("other", second)):
@@ -312,7 +312,7 @@ def test_results_that_were_asked_in_different_ways_are_not_paired(model, server,
     assert why is None or why in found["not_paired"][0]
     page = CliRunner().invoke(build_app(), ["report", str(run_dir), "--out", str(tmp_path / "page.html")])
     assert page.exit_code == 0, page.output
-    assert ("are not compared answer by answer" in (tmp_path / "page.html").read_text()) == (why is not None)
+    assert ("no paired comparison" in (tmp_path / "page.html").read_text()) == (why is not None)
 
 
 @pytest.mark.parametrize("is_strict", [False, True])

@@ -38,7 +38,7 @@ def test_pieces_are_taken_whole_and_the_last_is_cut(meter: Meter):
     assert meter.take(["a bb cc dd", "x yy zz"], 12, keep=1) == ["a bb", "x yy zz"]
 
 
-def test_texts_are_made_once_and_only_when_come_to():
+def test_texts_are_generated_once_and_only_on_access():
     made: list[int] = []
 
     def texts():

@@ -75,7 +75,7 @@ def test_the_context_is_one_object_with_distinct_keys_that_holds_every_answer(ma
         assert UUID.fullmatch(key) and UUID.fullmatch(asked.reference) if value == "uuid" else "-" not in key
 
 
-def test_asked_keys_spread_over_the_object(materials):
+def test_queried_keys_are_spread_over_the_object(materials):
     for index in range(5):
         made = prompt(kv(), materials, length=2048, seed=0, index=index)
         keys = [key for key, _ in pairs_of(made, materials)]

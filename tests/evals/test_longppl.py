@@ -126,7 +126,7 @@ def test_key_tokens_of_other_windows_are_refused(tmp_path):
     unspool.evaluate("asset:tiny-base", "longppl", out=tmp_path / "first", **SMALL)
     with pytest.raises(ConfigError, match="lacks 3 of 3 windows; score its model with the same tokenizer"):
         on_key_tokens_of(tmp_path / "first", seed=1)
-    with pytest.raises(ConfigError, match=r"there is no samples\.jsonl"):
+    with pytest.raises(ConfigError, match=r"samples\.jsonl is missing"):
         on_key_tokens_of(tmp_path / "nowhere")
 
 
@@ -136,5 +136,5 @@ def test_settings_that_no_suite_has_are_refused():
         unspool.evaluate("asset:tiny-base", "longppl", [512], sampels=3)
     with pytest.raises(ConfigError, match=r"longppl has no key 'min_gian'; did you mean 'min_gain'\?"):
         unspool.evaluate("asset:tiny-base", "longppl", [512], suite_settings={"min_gian": 1})
-    with pytest.raises(ConfigError, match="'samples' has an option of its own"):
+    with pytest.raises(ConfigError, match="'samples' is an argument of its own"):
         unspool.evaluate("asset:tiny-base", "longppl", [512], suite_settings={"samples": 1})

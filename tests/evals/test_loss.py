@@ -144,5 +144,5 @@ def test_text_without_a_long_enough_document_is_refused(tokenizer, words):
 
 
 def test_a_length_with_nothing_to_predict_is_refused(materials):
-    with pytest.raises(ConfigError, match="leaves no token to predict"):
+    with pytest.raises(ConfigError, match="leaves no tokens to predict"):
         windows(loss_eval(length=2), materials, seed=0)

@@ -53,7 +53,7 @@ def test_tiny_lengths_are_refused(materials):
             prompt(niah(), materials, length=length, seed=0, index=0)
 
 
-def test_every_fact_stands_in_the_context_once_and_is_asked_for(materials):
+def test_every_fact_is_in_the_context_once_and_has_a_question(materials):
     made = prompt(niah(needles=5, samples=20), materials, length=1024, seed=3, index=1)
 
     facts = FACT.findall(context_text(made, materials))
@@ -85,7 +85,7 @@ def test_one_needle_walks_over_all_depths(materials):
 
 @pytest.mark.parametrize("depths", [1, 2, 5, 11])
 @pytest.mark.parametrize("length", [128, 2048])
-def test_the_depth_recorded_is_where_the_fact_stands(materials, depths, length):
+def test_the_recorded_depth_is_the_position_of_the_fact(materials, depths, length):
     config = niah(depths=depths, samples=depths)
     for index in range(depths):
         made = prompt(config, materials, length=length, seed=1, index=index)
@@ -96,7 +96,7 @@ def test_the_depth_recorded_is_where_the_fact_stands(materials, depths, length):
         assert abs(share - made.questions[0].depth) <= 0.5 / max(1, depths - 1) + 0.02
 
 
-def test_facts_stand_between_sentences(materials):
+def test_facts_are_inserted_between_sentences(materials):
     config = niah(samples=20)
     for index in range(20):
         text = context_text(prompt(config, materials, length=2048, seed=2, index=index), materials)

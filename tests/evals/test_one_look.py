@@ -99,7 +99,7 @@ def test_a_model_that_never_forgets_keeps_all_of_its_context(look, tokenizer):
 
 
 @pytest.mark.parametrize("pace", [0.001, 0.01, 0.1])
-def test_the_budget_is_kept_and_what_was_left_out_is_named(look, tokenizer, pace):
+def test_the_budget_is_kept_and_skipped_lengths_are_named(look, tokenizer, pace):
     backend = Reader(tokenizer, pace=pace, context=8192)
     facts = look(backend, budget=60.0, samples=40)["look"]
 
@@ -114,7 +114,7 @@ def test_a_budget_too_small_for_two_lengths_states_no_length(look, tokenizer):
     facts = look(Reader(tokenizer, pace=1.0, context=1 << 20), budget=600.0)["look"]
 
     assert facts["effective_length"] is None
-    assert "no effective length can be stated" in facts["sentence"]
+    assert "The effective length was not determined" in facts["sentence"]
 
 
 def test_a_model_that_answers_nothing_gets_no_length(look, tokenizer):
@@ -122,7 +122,7 @@ def test_a_model_that_answers_nothing_gets_no_length(look, tokenizer):
     facts = look(backend)["look"]
 
     assert facts["sentence"] == (
-        "base answers none of these 20 questions even at 512 tokens: no effective length can be stated."
+        "base answers none of 20 questions correctly even at 512 tokens. The effective length was not determined."
     )
     assert {length for _, length, _ in backend.asked} == {512}
     assert facts["lengths"][0]["value"] == 0
@@ -138,11 +138,11 @@ def test_a_server_that_refuses_a_length_ends_the_search_there(look, tokenizer):
     facts = look(Refusing(tokenizer, context=None), lengths=[512, 1024, 2048])["look"]
 
     assert facts["at_least"] and facts["effective_length"]["value"] == 1024
-    assert any("2K not asked: the server refused" in note for note in facts["notes"])
-    assert any("claimed context is not known" in note for note in facts["notes"])
+    assert any("2K not tested: the server refused" in note for note in facts["notes"])
+    assert any("claimed context is unknown" in note for note in facts["notes"])
 
 
-def test_an_interrupted_look_asks_for_nothing_twice(look, scoring, tokenizer):
+def test_an_interrupted_measurement_repeats_no_question(look, scoring, tokenizer):
     whole = look(Reader(tokenizer, pace=0.001))
     first, second = Reader(tokenizer, pace=0.001, dies_after=7), Reader(tokenizer, pace=0.001)
     scoring.out_dir.rename(scoring.out_dir.with_name("whole"))
@@ -192,8 +192,8 @@ def test_a_budget_is_a_time(text, seconds):
 
 
 @pytest.mark.parametrize("text", ["10", "ten", "-5m", "0s", "1d", "1e9h", ""])
-def test_a_budget_that_is_no_time_is_refused(text):
-    with pytest.raises(ConfigError, match="such as 90s, 10m or 2h"):
+def test_an_invalid_budget_is_refused(text):
+    with pytest.raises(ConfigError, match="write for example 90s, 10m or 2h"):
         parse_duration(text)
 
 
@@ -220,9 +220,9 @@ def test_the_command_ends_in_a_table_a_page_and_a_sentence(tokenizer, monkeypatc
     [
         (["--value", "words"], "--value needs --suite or --lengths"),
         (["--beyond-context", "skip"], "--beyond-context needs --suite or --lengths"),
-        (["--budget", "10m", "--suite", "niah"], "--budget is for eval without --suite and --lengths"),
-        (["--rope", "yarn"], "without --lengths, --rope needs the context length to reach: --context 32K"),
-        (["--budget", "10"], "--budget '10': write a time"),
+        (["--budget", "10m", "--suite", "niah"], "--budget works only without --suite and --lengths"),
+        (["--rope", "yarn"], "without --lengths, --rope needs a target context length, such as --context 32K"),
+        (["--budget", "10"], "--budget '10' is not a duration"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(arguments, message):

@@ -54,7 +54,7 @@ def test_two_processes_give_the_bytes_of_one_and_go_on_after_one_of_them_has_die
         return answers(prompt)
 
     backend.answers = deadly
-    with pytest.raises(UnspoolError, match=r"one of 2 processes .* died.*fewer --processes"):
+    with pytest.raises(UnspoolError, match=r"one of 2 answering processes died.*fewer `processes`"):
         score(two, backend)
     assert not any(is_running(child.pid) for child in backend._children)
     score(two, ProcessesBackend(str(MODEL), **CPU, width=2))
@@ -62,7 +62,7 @@ def test_two_processes_give_the_bytes_of_one_and_go_on_after_one_of_them_has_die
     assert (two.out_dir / "samples.jsonl").read_bytes() == wanted
 
 
-def test_what_a_process_raises_is_what_the_command_says(tmp_path):
+def test_the_command_reports_the_error_of_a_process(tmp_path):
     backend = ProcessesBackend(str(tmp_path / "none"), **CPU, width=2)
     plan = EvalPlan(
         [KeyValueEval.model_validate({"suite": "key_value", "lengths": [256], "samples": 4, "value": "words"})],
@@ -75,7 +75,7 @@ def test_what_a_process_raises_is_what_the_command_says(tmp_path):
     backend.stop()
 
 
-def test_none_begins_once_all_have_been_stopped():
+def test_no_process_starts_after_all_were_stopped():
     backend = ProcessesBackend(str(MODEL), **CPU, width=2)
     backend.stop()
     with pytest.raises(UnspoolError):
@@ -127,7 +127,7 @@ def is_running(pid: int) -> bool:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--backend", "oracle"], "--processes works with --backend transformers only; the backend here is oracle"),
+        (["--backend", "oracle"], "--processes works only with --backend transformers, not with oracle"),
         (["--suite", "short"], "--suite short runs lm-eval in one process"),
         (["--lm-eval", "tasks"], "--processes cannot be combined with --lm-eval, which only writes tasks."),
     ],

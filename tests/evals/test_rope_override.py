@@ -74,15 +74,15 @@ def test_a_method_alone_or_with_settings():
         (["--rope", "{method: abf, base: many}"], "--rope: base = many: must be "),
         (["--rope", "[yarn"], "cannot be read"),
         (["--rope", "3"], "write a method"),
-        (["--context", "8K"], "give --rope too"),
+        (["--context", "8K"], "also pass --rope"),
         (["--rope", "yarn", "--context", "much"], "--context 'much'"),
         (["--rope", "yarn", "--suite", "short"], "--context 32K"),
         (
             ["--rope", "yarn", "--suite", "ruler", "--lm-eval", "tasks"],
             "--rope cannot be combined with --lm-eval",
         ),
-        (["--rope", "yarn", "--backend", "oracle"], "--rope works with --backend transformers only"),
+        (["--rope", "yarn", "--backend", "oracle"], "--rope works only with --backend transformers"),
     ],
 )
-def test_what_cannot_be_is_refused_in_a_sentence(args, says):
+def test_invalid_options_are_refused_in_one_sentence(args, says):
     assert says in refused(*args)

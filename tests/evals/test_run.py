@@ -67,7 +67,7 @@ def test_models_that_say_nothing_or_everything_score_0(scoring, tokenizer, backe
     assert {cell["value"] for cell in cells if cell["metric"] == "accuracy"} == {0.0}
 
 
-def test_samples_say_what_was_asked_and_answered(scoring, tokenizer):
+def test_samples_record_questions_and_answers(scoring, tokenizer):
     score(scoring, Oracle(tokenizer))
 
     samples = samples_of(scoring)
@@ -141,7 +141,7 @@ def test_work_that_was_begun_with_other_settings_is_not_continued(scoring, token
     assert backend.contexts == 17
 
 
-def test_scores_are_made_again_only_when_something_changed(scoring, tokenizer):
+def test_scores_are_recomputed_only_if_something_changed(scoring, tokenizer):
     score(scoring, Oracle(tokenizer))
 
     again = Oracle(tokenizer)
@@ -174,7 +174,7 @@ def test_the_manifest_names_what_the_scores_depend_on(scoring, tokenizer):
     assert set(manifest["files"]) == {"samples.jsonl", "summary.json"}
 
 
-def test_what_is_planned_is_said_before_work_starts(scoring, tokenizer, monkeypatch):
+def test_the_plan_is_printed_before_work_starts(scoring, tokenizer, monkeypatch):
     said = []
     monkeypatch.setattr(run.logger, "info", said.append)
 
@@ -194,7 +194,7 @@ def test_a_length_that_cannot_work_is_found_before_the_model_is_used(scoring, to
 
 
 def test_the_same_suite_and_length_twice_is_refused(scoring, tokenizer):
-    with pytest.raises(ConfigError, match="suite niah at length 256 is asked for twice"):
+    with pytest.raises(ConfigError, match="suite niah at length 256 appears twice"):
         score(replace(scoring, evals=[*scoring.evals, scoring.evals[0]]), Oracle(tokenizer))
 
 
@@ -210,11 +210,11 @@ def test_a_loss_that_is_not_a_number_stops_the_run(scoring, tokenizer):
         def window_losses(self, ids: np.ndarray) -> np.ndarray:
             return np.where(np.arange(1, len(ids)) == 5, np.nan, 1.0)
 
-    with pytest.raises(DataError, match="no finite loss at position 5"):
+    with pytest.raises(DataError, match="loss at position 5 is not finite"):
         score(replace(scoring, evals=scoring.evals[2:]), Broken(tokenizer))
 
 
-def test_the_shipped_text_serves_when_none_is_given(scoring, tokenizer):
+def test_the_bundled_text_is_the_default(scoring, tokenizer):
     config = NiahEval.model_validate({"suite": "niah", "lengths": [512], "samples": 2})
 
     cells = score(replace(scoring, evals=[config]), Oracle(tokenizer))["cells"]

@@ -136,7 +136,7 @@ def test_passing_troubles_are_tried_again(url, talk):
     assert 0 < paused[0] <= 0.001 and paused[1] <= 0.002
 
 
-def test_what_the_user_can_mend_is_told_at_once(url, talk):
+def test_errors_that_the_user_can_fix_are_reported_immediately(url, talk):
     talk.troubles = [404]
 
     with pytest.raises(ConfigError, match=r"refuses the request \(HTTP 404: no\[2J such thing\)") as error:
@@ -154,15 +154,15 @@ def test_a_server_that_never_answers_is_one_sentence(url, talk, trouble, message
     else:
         talk.raw = trouble.encode()
 
-    with pytest.raises(UnspoolError, match=rf"gave no answer in 3 attempts \(.*{message}"):
+    with pytest.raises(UnspoolError, match=rf"did not answer in 3 attempts \(.*{message}"):
         request_json(f"{url}/x", {}, parse=dict, retry=QUICK, sleep=lambda seconds: None)
     assert len(talk.asked) == 3
 
 
-def test_a_server_that_is_not_there_and_an_address_that_is_none(url):
+def test_a_missing_server_and_an_invalid_address(url):
     with pytest.raises(UnspoolError, match="gave no answer in 1 attempt"):
         request_json("http://127.0.0.1:9/v1", {}, parse=dict, retry=replace(QUICK, attempts=1))
-    with pytest.raises(ConfigError, match="is no address"):
+    with pytest.raises(ConfigError, match="is not a valid URL"):
         request_json("localhost", {}, parse=dict, retry=QUICK)
 
 
@@ -173,18 +173,18 @@ def test_a_server_of_another_kind_is_recognised(url, talk, tokenizer):
         Server(url=url, model="m", retry=QUICK).complete([1], 4)
 
 
-def test_what_others_wrote_is_one_printable_line():
+def test_foreign_text_is_one_printable_line():
     assert printable_line("\n\x1b[31mred\x00\nnext") == "[31mred"
 
 
-def test_losses_cannot_be_asked_of_a_server(url, scoring, tokenizer):
+def test_a_server_cannot_compute_losses(url, scoring, tokenizer):
     config = PerplexityEval.model_validate({"suite": "perplexity", "length": 256, "samples": 1})
 
     with pytest.raises(ConfigError, match="suite perplexity needs token losses"):
         score(replace(scoring, evals=[config]), backend_of(url, tokenizer))
 
 
-def test_a_run_goes_on_after_the_server_was_gone(url, talk, scoring, tokenizer):
+def test_a_run_resumes_after_the_server_was_down(url, talk, scoring, tokenizer):
     talk.answer = lambda path, body: talk.troubles.extend([500] * 3) or "late" if len(talk.asked) == 10 else "fine"
     with pytest.raises(UnspoolError):
         score(scoring, backend_of(url, tokenizer, width=1))
@@ -197,7 +197,7 @@ def test_a_run_goes_on_after_the_server_was_gone(url, talk, scoring, tokenizer):
     assert len(talk.asked) - before < 16
 
 
-def test_no_more_requests_are_under_way_than_allowed(url, talk, scoring, tokenizer):
+def test_concurrent_requests_stay_within_the_limit(url, talk, scoring, tokenizer):
     now, most = [0], [0]
     lock, full = threading.Lock(), threading.Event()
 

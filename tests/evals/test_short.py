@@ -1,6 +1,7 @@
 """lm-eval is not needed to develop, so a stand-in with its names plays it here."""
 
 import json
+import re
 import sys
 import types
 from functools import partial
@@ -123,18 +124,16 @@ def test_the_preset_utk_has_the_tasks_and_shots_of_table_3(caplog):
     printed = {"bbh_cot_fewshot": 3, "nq_open": 5, "triviaqa": 5, "humaneval": 0, "mbpp": 3, "gsm8k": 4}
     found = chosen_tasks([], "utk", sandboxed=True)
     assert {name: int(shots) for name, _, shots in (task.partition(":") for task in found)} == printed
-    with pytest.raises(ConfigError, match="--preset of short 'uk' is not known"):
+    with pytest.raises(ConfigError, match="`preset` of short 'uk' is not known"):
         chosen_tasks([], "uk", sandboxed=True)
 
 
 def test_tasks_that_run_code_of_the_model_are_refused_without_a_sandbox(caplog):
     with caplog.at_level("WARNING", logger="unspool"):
         assert chosen_tasks([], "utk", sandboxed=False) == ["nq_open:5", "triviaqa:5", "bbh_cot_fewshot:3", "gsm8k:4"]
-    assert (
-        "leaving out humaneval:0 and mbpp:3: humaneval:0 and mbpp:3 would run code that the model writes" in caplog.text
-    )
+    assert "skipping humaneval:0 and mbpp:3: humaneval:0 and mbpp:3 would run code that the model writes" in caplog.text
     done = CliRunner().invoke(build_app(), ["eval", "asset:tiny-base", "--suite", "short", "--tasks", "humaneval"])
-    assert done.exit_code == 2 and "say so with --sandboxed" in " ".join(done.output.split())
+    assert done.exit_code == 2 and "pass --sandboxed" in " ".join(done.output.split())
 
 
 def test_shots_are_set_for_each_task(lm_eval, model_dir, monkeypatch):  # noqa: F811
@@ -144,7 +143,7 @@ def test_shots_are_set_for_each_task(lm_eval, model_dir, monkeypatch):  # noqa: 
     hellaswag, gsm8k, odd = lm_eval["tasks"]
     assert (hellaswag.config, gsm8k.config, odd) == ({"num_fewshot": 10}, {"num_fewshot": 4}, "odd")
     assert lm_eval["confirm_run_unsafe_code"] is True
-    with pytest.raises(ConfigError, match="--tasks gsm8k:x: write NAME or NAME:SHOTS"):
+    with pytest.raises(ConfigError, match="`tasks='gsm8k:x'`: write NAME or NAME:SHOTS"):
         run_short(on_cpu(model_dir), ["gsm8k:x"], samples=1, include=None)
 
 
@@ -157,7 +156,7 @@ def test_tasks_run_with_positions_that_are_tried_without_training(lm_eval, model
 
 
 def test_unknown_tasks_and_missing_data_are_explained(lm_eval, model_dir):  # noqa: F811
-    with pytest.raises(ConfigError, match="--tasks helaswag: lm-eval knows no task"):
+    with pytest.raises(ConfigError, match="`tasks='helaswag'`: lm-eval has no such task"):
         run_short(on_cpu(model_dir), ["helaswag"], samples=None, include=None)
     lm_eval["offline"] = True
     with pytest.raises(ConfigError, match=r"could not be read \(no route\)\. Without network"):
@@ -188,7 +187,7 @@ def test_short_tasks_are_refused_where_they_would_ask_another_model(lm_eval, opt
         build_app(), ["eval", "asset:tiny-base", "--suite", "short", "--tasks", "gsm8k", *options]
     )
 
-    assert done.exit_code == 2 and "the backend here is" in " ".join(done.output.split())
+    assert done.exit_code == 2 and re.search("only (with )?--backend .*, not ", " ".join(done.output.split()))
     assert "lm" not in lm_eval
 
 
@@ -243,8 +242,8 @@ def test_a_recipe_scores_short_tasks_with_its_other_suites(lm_eval, model_dir, t
 @pytest.mark.parametrize(
     ("entry", "wanted"),
     [
-        ({"preset": "prolonk"}, "--preset of short 'prolonk'"),
-        ({"tasks": ["humaneval"]}, "say so with --sandboxed"),
+        ({"preset": "prolonk"}, "`preset` of short 'prolonk'"),
+        ({"tasks": ["humaneval"]}, "pass `sandboxed`"),
         ({"paths": {"data": "x"}}, "tasks"),
     ],
 )
@@ -255,10 +254,10 @@ def test_a_wrong_entry_of_a_recipe_is_refused_before_anything_runs(entry, wanted
 
 def test_a_recipe_whose_short_tasks_cannot_run_is_refused_before_training(lm_eval, tokenizer):
     config = eval_adapter().validate_python({"suite": "short", "tasks": ["helaswag"]})
-    with pytest.raises(ConfigError, match="lm-eval knows no task of that name"):
+    with pytest.raises(ConfigError, match="lm-eval has no such task"):
         EvalPlan([config], tokenizer, seed=0, root=Path()).check()
     twice = eval_adapter().validate_python({"suite": "short", "tasks": ["gsm8k:4"]})
-    with pytest.raises(ConfigError, match=r"suite short \(gsm8k\).* is asked for twice"):
+    with pytest.raises(ConfigError, match=r"suite short \(gsm8k\).* appears twice"):
         EvalPlan([twice, twice], tokenizer, seed=0, root=Path())
 
 

@@ -33,7 +33,7 @@ def prompt_of(made: PlannedTasks, question: QuestionId):
     return made.prepare(Unit(planned=made, length=length, index=question.index, tokens=length, questions=(question,)))
 
 
-def test_questions_on_one_context_are_asked_together(scoring, tokenizer):
+def test_questions_on_one_context_run_together(scoring, tokenizer):
     asked = []
 
     class Watched(Oracle):
@@ -120,14 +120,14 @@ def test_a_task_that_exceeds_its_length_is_stopped(tokenizer, monkeypatch):
     )
     monkeypatch.setitem(suites.SUITES, "ruler", replace(TOY, tasks={"lone": long}))
 
-    with pytest.raises(DataError, match=r"ruler lone: question 0 takes \d+ tokens of 256"):
+    with pytest.raises(DataError, match=r"ruler lone: question 0 needs \d+ tokens of 256"):
         EvalPlan([entry()], tokenizer, seed=0, root=Path()).check()
 
 
 def test_unknown_tasks_and_doubled_ones_are_refused(scoring, tokenizer):
     with pytest.raises(ConfigError, match=r"task of ruler 'lon' is not known\. Did you mean 'lone'"):
         score(replace(scoring, evals=[entry(tasks=["lon"])]), Oracle(tokenizer))
-    with pytest.raises(ConfigError, match=r"suite ruler \(lone\) at length 256 is asked for twice"):
+    with pytest.raises(ConfigError, match=r"suite ruler \(lone\) at length 256 appears twice"):
         score(replace(scoring, evals=[entry(), entry(tasks=["lone"])]), Oracle(tokenizer))
 
 
@@ -168,7 +168,7 @@ def test_a_common_prefix_leaves_something_to_ask():
     assert common_prefix(rows[:1]) == 3
 
 
-def test_what_belongs_together_is_asked_whole_or_not_at_all(scoring, tokenizer, monkeypatch):
+def test_groups_are_drawn_whole_or_not_at_all(scoring, tokenizer, monkeypatch):
     labelled = TOY.tasks["labelled"]
     pairs = replace(labelled, together=2, stratum=None)
     endless = replace(TOY.tasks["lone"], together=3)

@@ -75,7 +75,7 @@ def test_the_summary_says_how_far_it_holds(scoring, tokenizer):
     assert (suite["adaptation_rate"]["value"], suite["adaptation_rate"]["to"]) == (0.0, 512)
 
 
-def test_prompts_are_listed_by_hash_before_they_are_asked(scoring, tokenizer):
+def test_prompts_are_listed_by_hash_before_they_run(scoring, tokenizer):
     score(scoring, Oracle(tokenizer))
 
     listed, samples = (lines(scoring.out_dir / name) for name in ("prompts.jsonl", "samples.jsonl"))

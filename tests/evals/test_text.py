@@ -18,7 +18,7 @@ def test_plain_and_compressed_jsonl_give_their_documents_in_order(tmp_path):
     assert heldout_documents("c.jsonl.zst", tmp_path, tokens=1) == ["one", "two"]
 
 
-def test_no_more_is_read_than_could_be_needed(tmp_path, monkeypatch):
+def test_reading_stops_at_the_needed_size(tmp_path, monkeypatch):
     monkeypatch.setattr(heldout, "MIN_CHARS", 10)
     for name in "abcd":
         (tmp_path / f"{name}.txt").write_text(name * 100)

@@ -86,7 +86,7 @@ def test_a_prompt_beyond_the_context_is_refused_with_its_tokens_before_weights_a
     with pytest.raises(ConfigError, match="has a context of 256"):
         long.check(BOOK * 40)
     assert "model" not in vars(long._backend)
-    with pytest.raises(ConfigError, match="and its answer may take 250 more, but"):
+    with pytest.raises(ConfigError, match="and its answer up to 250 more, but"):
         TextGenerator(options(), GenerationOptions(max_new_tokens=250)).ask(BOOK, "Who?")
 
 

@@ -83,7 +83,7 @@ def test_other_words_reach_every_prompt_and_break_none(suite: TaskSuite, mode, t
         assert task.score(oracle(asked), asked) in (pytest.approx(1), None), name
 
 
-def test_passages_are_worded_and_numbered_as_told(tmp_path: Path, english):
+def test_passages_follow_the_wording_file(tmp_path: Path, english):
     form = {"passage": "#{id}# {title} -- {text}"}
     tasks = {"asqa": form, "msmarco": {**form, "passage_untitled": "#{id}# {text}"}, "nq": {"passage": "* {text}"}}
     sources = helmet.SUITE.load(
@@ -157,14 +157,14 @@ def test_results_with_different_words_are_not_mixed(tmp_path: Path, english):
     ("content", "messages"),
     [
         ("{", ["cannot be read as YAML or JSON"]),
-        ("- a", ["it must have `suite`, a name, and `tasks`"]),
-        ("suite: ruler\ntasks: {}", ["it must have `suite`, a name, and `tasks`"]),
-        ("suite: helmet\ntasks: {vt: {template: x}}", ["it is for suite 'helmet', and this is ruler"]),
-        ("suite: ruler\ntask: 1\ntasks: {vt: {noise: x}}", ["'task' is not known beside `suite` and `tasks`"]),
+        ("- a", ["it needs the keys suite .a name. and tasks"]),
+        ("suite: ruler\ntasks: {}", ["it needs the keys suite .a name. and tasks"]),
+        ("suite: helmet\ntasks: {vt: {template: x}}", ["it is for suite 'helmet' instead of ruler"]),
+        ("suite: ruler\ntask: 1\ntasks: {vt: {noise: x}}", ["'task' is not a known key; the keys are suite and tasks"]),
         ("suite: ruler\ntasks: {vtt: {noise: x}}", ["vtt: ruler has no such task .did you mean 'vt'?"]),
-        ("suite: ruler\ntasks: {vt: hello}", ["vt: write its texts below it"]),
+        ("suite: ruler\ntasks: {vt: hello}", ["vt: add its texts"]),
         ("suite: ruler\ntasks: {vt: {templat: x}}", ["vt, templat: .*did you mean 'template'?", "it has template"]),
-        ("suite: ruler\ntasks: {vt: {template: 3}}", ["vt, template: must be text, and is 3"]),
+        ("suite: ruler\ntasks: {vt: {template: 3}}", ["vt, template: must be text, but is 3"]),
         ("suite: ruler\ntasks: {vt: {template: 'who? {query}'}}", [r"vt, template: \{context\} is missing"]),
         ("suite: ruler\ntasks: {vt: {template: '{context}{context}{query}'}}", [r"\{context\} must occur once"]),
         ("suite: ruler\ntasks: {vt: {template: '{context} {quary}'}}", ["did you mean 'query'", "{query} is missing"]),
@@ -177,7 +177,7 @@ def test_results_with_different_words_are_not_mixed(tmp_path: Path, english):
         ("suite: ruler\ntasks: {vt: {answer_tokens: 0}}", ["vt, answer_tokens: must be a whole number"]),
         (
             "suite: ruler\ntasks: {vt: {answer_tokens: true}}",
-            ["must be a whole number of tokens, 1 or more, and is True"],
+            ["must be a whole number of tokens, at least 1, but is True"],
         ),
     ],
 )
@@ -192,7 +192,7 @@ def test_a_broken_file_is_refused_with_everything_that_is_wrong(content, message
             read_wording(str(path), "ruler", ruler.SUITE.wording)
 
 
-def test_all_mistakes_are_told_at_once(tmp_path: Path):
+def test_all_mistakes_are_reported_together(tmp_path: Path):
     path = written(tmp_path / "w.yaml", "helmet", {"nqq": {"demo": "x"}, "msmarco": {"passage": "{text} {id}"}})
 
     with pytest.raises(ConfigError) as refused:
@@ -200,7 +200,7 @@ def test_all_mistakes_are_told_at_once(tmp_path: Path):
 
     assert "2 mistakes" in str(refused.value)
     assert "nqq: helmet has no such task (did you mean 'nq'?)" in str(refused.value)
-    assert "msmarco, passage: {id} must be its first placeholder" in str(refused.value)
+    assert "msmarco, passage: {id} must be the first placeholder" in str(refused.value)
 
 
 def test_a_suite_without_texts_and_a_file_that_is_not_there_are_refused(tmp_path: Path):

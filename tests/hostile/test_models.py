@@ -134,7 +134,7 @@ def repeat_tensor(folder: Path, files: dict[str, str]) -> None:
     save_file(second | {name: load_file(folder / SHARDS[0])[name]}, folder / SHARDS[1], {"format": "pt"})
 
 
-# By name: the damage, and what the sentence says. All of these are seen in headers and indexes alone.
+# By name: the damage, and the expected message. Headers and indexes reveal all of these.
 FILES: dict[str, tuple[Damage, str]] = {
     "cut short": (change_bytes(lambda content: content[: len(content) // 2]), f"{WEIGHTS} is damaged"),
     "longer": (change_bytes(lambda content: content + b"\0" * 8), f"{WEIGHTS} is damaged"),
@@ -175,10 +175,13 @@ FILES: dict[str, tuple[Damage, str]] = {
 VALUES: dict[str, tuple[Damage, str]] = {
     "NaN": (change_weights(set_values(GATE, float("nan"), 3)), f"NaN or infinite values in {GATE} (3 of 1536)"),
     "infinity": (change_weights(set_values(NORM, float("inf"), 1)), f"NaN or infinite values in {NORM} (1 of 32)"),
-    "a missing tensor": (change_weights(lambda weights: weights.pop(GATE)), f"lack weights ({GATE}"),
+    "a missing tensor": (
+        change_weights(lambda weights: weights.pop(GATE)),
+        f"are missing from its files ({GATE}",
+    ),
     "a tensor of another shape": (
         change_weights(lambda weights: weights.update({GATE: weights[GATE][:-1].clone()})),
-        f"{GATE} has shape (47, 32) in its file, but (48, 32) by its config",
+        f"{GATE} has shape (47, 32) in its file, but the config requires (48, 32)",
     ),
     "pickled weights alone": (
         lambda folder: (folder / WEIGHTS).rename(folder / "pytorch_model.bin") and None,
@@ -303,9 +306,12 @@ CONFIGS: dict[str, tuple[Damage, str]] = {
     "an unknown architecture": (config(model_type="evil"), "evil"),
     "code of its own": (plant_code, "custom code"),
     "fewer layers than weights": (config(num_hidden_layers=1), "its config does not use 9 of its weights"),
-    "more layers than weights": (config(num_hidden_layers=3), "lack weights"),
-    "other sizes": (config(hidden_size=64, head_dim=8), "by its config"),
-    "a smaller vocabulary": (config(vocab_size=299), "has shape (300, 32) in its file, but (299, 32) by its config"),
+    "more layers than weights": (config(num_hidden_layers=3), "weights are missing from its files"),
+    "other sizes": (config(hidden_size=64, head_dim=8), "but the config requires"),
+    "a smaller vocabulary": (
+        config(vocab_size=299),
+        "shape (300, 32) in its file, but the config requires (299, 32)",
+    ),
     "no heads": (config(num_attention_heads=0), "num_attention_heads 0"),
     "a negative context": (config(max_position_embeddings=-5), "max_position_embeddings -5"),
     "a context in words": (config(max_position_embeddings="many"), "max_position_embeddings 'many'"),
@@ -344,7 +350,7 @@ def test_the_same_sentence_without_the_weights(name, folder):
 
 
 @pytest.mark.parametrize("content", [b"", b"GGUF", b"<html>503</html>" * 9], ids=["empty", "magic alone", "a page"])
-def test_a_file_that_is_no_gguf_is_refused(content, tmp_path):
+def test_a_file_that_is_not_gguf_is_refused(content, tmp_path):
     path = tmp_path / "model.gguf"
     path.write_bytes(content)
 

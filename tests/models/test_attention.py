@@ -316,7 +316,7 @@ def test_masks_and_scores_of_unknown_kind_are_refused():
     query = torch.randn(1, 2, 4, 8)
     module = torch.nn.Module()
 
-    with pytest.raises(ConfigError, match="builds its own attention masks"):
+    with pytest.raises(ConfigError, match="does not support 4D attention masks"):
         attend(module, query, query, query, torch.ones(1, 1, 4, 4))
     with pytest.raises(ConfigError, match="uses position_bias"):
         attend(module, query, query, query, None, position_bias=torch.ones(1))

@@ -117,7 +117,7 @@ def test_a_kept_call_in_the_forward_pass_alone_is_refused_by_its_shape():
         region([product(3, 4), nothing])
 
     assert str(error.value) == (
-        "A bug in Unspool: the recomputation of a layer asks for the kept result of "
+        "A bug in Unspool: the recomputation of a layer requests the kept result of "
         "aten.mm.default([6, 4] float32, [4, 4] float32), but the forward pass recorded "
         "aten.mm.default([3, 4] float32, [4, 4] float32) at this place."
     )
@@ -134,13 +134,13 @@ def test_a_kept_call_of_another_dtype_or_operator_is_refused():
 
 def test_a_kept_call_of_the_same_shape_in_the_forward_pass_alone_leaves_a_result_behind():
     with pytest.raises(
-        RuntimeError, match=r"recorded 1 more kept results than its recomputation asked for, first aten"
+        RuntimeError, match=r"recorded 1 more kept results than its recomputation requested, first aten"
     ):
         region([product(6, 4), nothing])
 
 
 def test_a_kept_call_in_the_recomputation_alone_finds_no_result():
-    with pytest.raises(RuntimeError, match=r"asks for .*mm.*but the forward pass recorded no further result"):
+    with pytest.raises(RuntimeError, match=r"requests .*mm.*but the forward pass recorded no further result"):
         region([nothing, product(6, 4)])
 
 

@@ -71,7 +71,7 @@ def test_weights_that_are_missing_are_refused_not_invented(tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"num_hidden_layers": 2}))
 
-    with pytest.raises(ConfigError, match=r"lack weights.*model\.layers\.1\."):
+    with pytest.raises(ConfigError, match=r"weights are missing from its files.*model\.layers\.1\."):
         load(tmp_path)
 
 

@@ -369,7 +369,7 @@ def test_compiled_parts_work_under_tiles_recompute_and_offload(plain, monkeypatc
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"offload": True}, "offload moves the checkpoints of recomputed layers.*set activation_checkpointing to full"),
+        ({"offload": True}, "offload needs checkpoints of recomputed layers.*set activation_checkpointing to full"),
         ({"layers_per_checkpoint": 2}, "layers_per_checkpoint=2 .*set activation_checkpointing to full"),
         (
             {"activation_checkpointing": "full", "layers_per_checkpoint": 0},
@@ -402,7 +402,7 @@ def test_a_module_that_looks_at_other_tokens_is_not_tiled():
     model = build()
     model.base_model.layers[1].mlp = Mixing()
 
-    with pytest.raises(ConfigError, match="mlp_tiles: Mixing does not compute each token by itself"):
+    with pytest.raises(ConfigError, match="mlp_tiles: Mixing does not compute each token separately"):
         apply_memory(model, MemoryPolicy(mlp_tiles=8))
 
 

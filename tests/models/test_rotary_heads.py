@@ -109,7 +109,7 @@ def test_one_base_after_a_base_per_head_is_refused():
     ],
 )
 def test_a_base_per_head_is_refused_where_heads_are_turned_otherwise(family, changes):
-    with pytest.raises(ConfigError, match="rotates its heads in another way"):
+    with pytest.raises(ConfigError, match="does not rotate its heads as Llama does"):
         apply_rope(build_model(family, **changes), HARPE(method="harpe", low=1e4, high=1e5), 128)
 
 
@@ -211,7 +211,7 @@ def harpe(tmp_path):
 def test_stock_attention_on_a_base_per_head_raises_instead_of_losing_positions(harpe, attention):
     model, _ = harpe
     model.set_attn_implementation(attention)
-    with pytest.raises(ConfigError, match=rf"HARPE: attention '{attention}' knows no base per head"):
+    with pytest.raises(ConfigError, match=rf"HARPE: attention '{attention}' does not support a base per head"):
         model(random_tokens(8))
 
     model.set_attn_implementation(NAME)

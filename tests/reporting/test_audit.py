@@ -45,7 +45,7 @@ def test_records_and_tokens_add_up(fake_run: Path):
     assert audit(gather(fake_run)).warnings == []
 
 
-def test_requested_and_realized_shares_of_sources_stand_on_the_page(fake_run: Path):
+def test_requested_and_realized_shares_of_sources_are_on_the_page(fake_run: Path):
     assert "Shares of sources" not in tables_of(gather(fake_run)), "older runs recorded none"
     recorded = {name: {"requested": 0.5, "realized": share, "trained_tokens": 1000} for name, share in SHARES.items()}
     change(fake_run, "datasets/short", shares=recorded)
@@ -54,19 +54,19 @@ def test_requested_and_realized_shares_of_sources_stand_on_the_page(fake_run: Pa
     assert column(table, "realized") == {"short: books": "49.6%", "short: recall": "50.4%"}
 
 
-def test_a_lost_token_and_a_lost_record_are_pointed_out(fake_run: Path):
+def test_a_lost_token_and_a_lost_record_are_reported(fake_run: Path):
     change(fake_run, "datasets/short", tokens=320 * 2048 - 1)
     change(fake_run, "corpus/books", records=213)
     results = gather(fake_run)
 
     assert column(tables_of(results)["Datasets"], "adds up")["short"] == "off by +1"
     assert audit(results).warnings == [
-        "corpus books: the counts do not add up, by -2.",
-        "dataset short: the counts do not add up, by +1.",
+        "corpus books: counts do not add up; the difference is -2.",
+        "dataset short: counts do not add up; the difference is +1.",
     ]
 
 
-def test_what_an_older_run_did_not_count_is_a_dash(fake_run: Path):
+def test_missing_counts_of_an_older_run_are_dashes(fake_run: Path):
     change(fake_run, "corpus/books", records=None, quarantined=None, filtered=None, lengths=None)
     change(fake_run, "datasets/short", tokens_added=None, dropped=None)
     results = gather(fake_run)
@@ -76,7 +76,7 @@ def test_what_an_older_run_did_not_count_is_a_dash(fake_run: Path):
     assert [figure.title for figure in audit(results).lengths] == ["corpus recall"]
 
 
-def test_the_mix_that_came_is_counted_in_tokens(fake_run: Path):
+def test_the_realized_mix_is_counted_in_tokens(fake_run: Path):
     # Short rows of half the length: 3 · 2048 of 4 · 2048 tokens are long, 75%.
     change(fake_run, "datasets/short", rows=640)
     mix = tables_of(gather(fake_run))["Mix"]
@@ -86,7 +86,7 @@ def test_the_mix_that_came_is_counted_in_tokens(fake_run: Path):
     assert column(mix, "epochs")["utk · books-utk"] == f"{3 * NUM_STEPS / 480:.3g}"
 
 
-def test_without_a_ledger_nothing_is_said_to_have_come(fake_run: Path):
+def test_without_a_ledger_there_is_no_realized_mix(fake_run: Path):
     (fake_run / "stages" / "abf" / "ledger.jsonl").unlink()
     found = audit(gather(fake_run))
 
@@ -126,7 +126,7 @@ def styles_of(results: RunResults) -> dict[str, int]:
     return {name: at for at, name in enumerate(results.model_names)}
 
 
-def test_models_that_turn_alike_share_a_line(fake_run: Path):
+def test_models_with_equal_frequencies_share_a_line(fake_run: Path):
     results = gather(fake_run)
     base, extended = ropes(results, styles_of(results))
 
@@ -134,7 +134,7 @@ def test_models_that_turn_alike_share_a_line(fake_run: Path):
     assert (base.summary, extended.summary) == ("base 300", "base 2e5")
 
 
-def test_periods_and_the_curve_are_those_of_the_formula(fake_run: Path):
+def test_periods_and_the_curve_follow_the_formula(fake_run: Path):
     results = gather(fake_run)
     rope = ropes(results, styles_of(results))[1]
     theta = 200000.0 ** (-np.arange(0, 32, 2) / 32)
@@ -146,7 +146,7 @@ def test_periods_and_the_curve_are_those_of_the_formula(fake_run: Path):
     assert rope.reach == (int(below[0]) if len(below) else None)
 
 
-def test_bases_per_head_are_told_by_the_worst(fake_run: Path):
+def test_bases_per_head_show_the_worst_head(fake_run: Path):
     write_config(fake_run, "utk", head_bases=[1e4, 2e5, 1e6, 5e6])
     results = gather(fake_run)
     harpe = ropes(results, styles_of(results))[2]
@@ -159,7 +159,7 @@ def test_bases_per_head_are_told_by_the_worst(fake_run: Path):
 
 
 @pytest.mark.parametrize("values", [{"rope_parameters": {"rope_type": "nonsense"}}, {"max_position_embeddings": None}])
-def test_a_config_that_is_not_understood_is_passed_over(fake_run: Path, values: dict[str, object]):
+def test_an_unknown_config_is_skipped(fake_run: Path, values: dict[str, object]):
     write_config(fake_run, "utk", **values)
     results = gather(fake_run)
 

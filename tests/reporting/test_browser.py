@@ -26,7 +26,7 @@ FLAGS = [
     "--disable-sync",
 ]
 
-MILLISECONDS = 300_000  # of each thing that is asked of it; a busy machine starts it slowly
+MILLISECONDS = 300_000  # timeout of each browser operation; a busy machine starts the browser slowly
 pytestmark = pytest.mark.skipif(not CHROMIUM.exists(), reason=f"{CHROMIUM} is not installed (apt install chromium)")
 
 
@@ -76,7 +76,7 @@ def opened(browser: "sync_api.BrowserContext", page_file: Path, width: int) -> "
 
 
 @pytest.mark.parametrize("width", [1200, 390])
-def test_the_page_opens_offline_asks_for_nothing_and_complains_of_nothing(browser, page_file: Path, width: int):
+def test_the_page_opens_offline_without_requests_or_console_errors(browser, page_file: Path, width: int):
     page, events = opened(browser, page_file, width)
 
     assert page.title() == "tiny · Unspool report"
@@ -97,7 +97,7 @@ def test_nothing_scrolls_sideways(browser, request: pytest.FixtureRequest, name:
     assert page.evaluate("document.documentElement.scrollWidth") <= width
 
 
-def test_hostile_text_runs_nothing_and_asks_for_nothing(browser, hostile_file: Path):
+def test_hostile_text_runs_nothing_and_requests_nothing(browser, hostile_file: Path):
     page, events = opened(browser, hostile_file, 1200)
     page.evaluate("document.querySelectorAll('details').forEach(one => one.open = true)")
 
@@ -172,7 +172,7 @@ CONTRAST = """() => {
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_texts_stand_out_from_what_they_stand_on(browser, page_file: Path, scheme: str):
+def test_texts_have_enough_contrast(browser, page_file: Path, scheme: str):
     page, _ = opened(browser, page_file, 1200)
     page.emulate_media(color_scheme=scheme)
     found = page.evaluate(CONTRAST)

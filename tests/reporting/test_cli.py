@@ -51,7 +51,7 @@ def test_json_holds_the_cells_under_their_names_and_writes_no_page(fake_run: Pat
     assert not (fake_run / "report.html").exists()
 
 
-def test_markdown_is_written_beside_the_page_and_both_are_named(fake_run: Path, app: typer.Typer):
+def test_markdown_is_written_next_to_the_page_and_both_are_named(fake_run: Path, app: typer.Typer):
     out = fake_run.parent / "deep" / "mine.md"
     result = CliRunner().invoke(app, [str(fake_run), "--markdown", str(out)])
 
@@ -86,7 +86,7 @@ def test_lengths_beyond_the_context_are_marked(fake_run: Path, app: typer.Typer)
     shown = CliRunner().invoke(app, [str(fake_run), "--json"])
 
     page = (fake_run / "report.html").read_text(encoding="utf-8")
-    assert "% †" in page and "beyond the model&#39;s context, asked anyway" in page
+    assert "% †" in page and "beyond the model&#39;s context, run anyway" in page
     (run,) = json.loads(shown.stdout)["runs"]
     marked = {(c["suite"], c["length"]) for c in run["models"][2]["cells"] if c.get("beyond_context") == "ask"}
     assert marked == {("niah", 2048)}

@@ -50,7 +50,7 @@ def test_what_was_not_scored_is_none_not_zero(fake_run: Path):
     assert (base.cells[0].value, base.cells[0].n, base.cells[0].low) == (None, 0, None)
 
 
-def test_a_folder_without_manifest_is_not_taken_for_a_result(fake_run: Path):
+def test_a_folder_without_manifest_is_not_a_result(fake_run: Path):
     (fake_run / "scores" / "utk" / "manifest.json").unlink()
     shutil.copytree(fake_run / "scores" / "abf", fake_run / "scores" / "abf.partial")
 
@@ -94,7 +94,7 @@ def test_validation_is_read_with_the_farthest_positions_that_hold_tokens(fake_ru
     assert gather(fake_run).stages[1].validation == ()
 
 
-def test_stages_know_what_they_continue(fake_run: Path):
+def test_stages_know_their_parents(fake_run: Path):
     recipe = fake_run / "recipe.yaml"
     recipe.write_text(recipe.read_text().replace("name: utk, init: base", "name: utk"))
 
@@ -113,7 +113,7 @@ def test_samples_are_the_first_of_each_depth_at_the_longest_length(fake_run: Pat
     assert [sample.depth for sample in chosen] == [0.0, 0.25, 0.75, 1.0]
 
 
-def test_lines_that_are_no_questions_are_left_out(fake_run: Path):
+def test_lines_that_are_not_questions_are_skipped(fake_run: Path):
     cells, samples = fake_scores("base")
     window = {"suite": "perplexity", "length": 2048, "depth": None, "index": 0, "hash": "x", "score": 3.5, "losses": []}
     write_scores(fake_run, "base", cells, [*samples, window])
@@ -128,7 +128,7 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path: Path, exists: bool):
     folder = tmp_path / "nothing"
     if exists:
         folder.mkdir()
-    with pytest.raises(ConfigError, match=r"nothing (is not a run|does not exist).*recipe names as `out`"):
+    with pytest.raises(ConfigError, match=r"nothing (is not a run|does not exist).*output folder of a recipe"):
         gather(folder)
 
 
@@ -137,9 +137,9 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path: Path, exists: bool):
     [
         ("recipe.yaml", "name: [", "recipe.yaml is not YAML"),
         ("run.json", "{", "run.json is missing or not JSON"),
-        ("run.json", '{"seconds": 3}', "run.json is not readable"),
+        ("run.json", '{"seconds": 3}', "run.json cannot be read"),
         ("run.json", "[]", "run.json should hold a JSON object"),
-        ("scores/abf/summary.json", '{"cells": [{"suite": "key_value"}]}', "summary.json: cell 0 is not readable"),
+        ("scores/abf/summary.json", '{"cells": [{"suite": "key_value"}]}', "summary.json: cell 0 cannot be read"),
         ("scores/abf/samples.jsonl", '{"reference": "a", "output": "b"}', "samples.jsonl: line 1 is not a sample"),
         ("stages/abf/metrics.jsonl", '{"step": 1}', "metrics.jsonl: line 1 is not a training step"),
         ("stages/abf/metrics.jsonl", '{"step": 1, "to', "metrics.jsonl: line 1 is not JSON"),

@@ -36,7 +36,7 @@ def simple_run(fake_run: Path) -> Path:
     return fake_run
 
 
-def test_the_three_lines_say_before_and_after_with_n_and_interval(simple_run: Path):
+def test_the_three_lines_show_before_and_after_with_n_and_interval(simple_run: Path):
     assert headline(gather(simple_run)) == [
         "tiny: 256 → 2K. Needle recall at 2K: 0% (0–9) → abf 25% (14–40), utk 90% (77–96), n = 40.",
         "Loss at 1K–2K: 6.20 ±0.05 → abf 3.80 ±0.05, utk 3.82 ±0.05, n = 8,192 tokens; "
@@ -46,17 +46,17 @@ def test_the_three_lines_say_before_and_after_with_n_and_interval(simple_run: Pa
     ]
 
 
-def test_of_three_arms_one_far_behind_is_not_called_close(simple_run: Path):
+def test_three_arms_with_one_far_behind_are_not_called_close(simple_run: Path):
     write_simple(simple_run, "utk", 11, (3.71, 3.82))
     shutil.copytree(simple_run / "stages" / "utk", simple_run / "stages" / "harpe")
     write_simple(simple_run, "harpe", 0, (3.90, 3.99))
 
     said = headline(gather(simple_run))[-1]
     assert "no difference" not in said
-    assert "no arm shown to be ahead of all others on needle recall at 2K (n = 40)" in said
+    assert "no arm shown to be better than all others on needle recall at 2K (n = 40)" in said
 
 
-def test_unequal_budgets_are_said(simple_run: Path):
+def test_unequal_budgets_are_reported(simple_run: Path):
     metrics = simple_run / "stages" / "utk" / "metrics.jsonl"
     metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:30]))
 
@@ -77,15 +77,15 @@ def test_different_n_are_all_given(simple_run: Path):
     assert "n = 40 / n = 10." in headline(gather(simple_run))[0]
 
 
-def test_without_scores_the_headline_says_so(fake_run: Path):
+def test_the_headline_reports_missing_scores(fake_run: Path):
     shutil.rmtree(fake_run / "scores")
 
     assert headline(gather(fake_run)) == [
-        "tiny: 256 → 2K. No scores yet: run the recipe's evals to see before and after."
+        "tiny: 256 → 2K. No scores yet: run the recipe's evals to compare the model before and after."
     ]
 
 
-def test_before_alone_and_after_alone_are_both_told(simple_run: Path):
+def test_before_alone_and_after_alone_are_both_shown(simple_run: Path):
     base_only, arm_only = simple_run, simple_run.with_name("arm")
     shutil.copytree(simple_run, arm_only)
     for model in ("abf", "utk"):
@@ -96,7 +96,7 @@ def test_before_alone_and_after_alone_are_both_told(simple_run: Path):
     assert headline(gather(base_only))[0].endswith("Needle recall at 2K: base 0% (0–9), n = 40.")
     shutil.rmtree(arm_only / "scores" / "abf")
     assert headline(gather(arm_only))[0].endswith("Needle recall at 2K: utk 90% (77–96), n = 40.")
-    assert "The base model was not scored, so there is no “before”." in missing_parts(gather(arm_only))
+    assert "The base model was not scored, so there are no “before” numbers." in missing_parts(gather(arm_only))
 
 
 def test_without_the_original_context_nothing_is_called_inside(simple_run: Path):
@@ -104,10 +104,10 @@ def test_without_the_original_context_nothing_is_called_inside(simple_run: Path)
 
     results = gather(simple_run)
     assert [measure.title for measure in key_measures(results)] == ["Needle recall at 2K", "Loss at 1K–2K"]
-    assert any("original context is not recorded" in note for note in missing_parts(results))
+    assert any("does not record the original context" in note for note in missing_parts(results))
 
 
-def test_models_that_answered_other_questions_are_pointed_out(fake_run: Path):
+def test_models_that_answered_different_questions_are_reported(fake_run: Path):
     assert missing_parts(gather(fake_run)) == []
     samples = fake_run / "scores" / "utk" / "samples.jsonl"
     lines = [json.loads(line) for line in samples.read_text().splitlines()]
@@ -115,7 +115,7 @@ def test_models_that_answered_other_questions_are_pointed_out(fake_run: Path):
     samples.write_text("\n".join(map(json.dumps, lines)))
 
     assert missing_parts(gather(fake_run)) == [
-        "Needle recall: the models answered different questions, so differences may come from those."
+        "Needle recall: the models answered different questions, which may explain a difference."
     ]
 
 
@@ -134,7 +134,7 @@ def test_pooling_nothing_is_missing():
     assert pool([Cell(suite="perplexity", metric="loss", length=256, start=0, stop=64, value=None, n=0)]) is None
 
 
-def test_the_lower_loss_wins_only_when_intervals_are_apart(simple_run: Path):
+def test_the_lower_loss_wins_only_if_intervals_do_not_overlap(simple_run: Path):
     write_simple(simple_run, "utk", 36, (3.71, 3.60))
     losses = {m.title: m for m in key_measures(gather(simple_run))}
 

@@ -30,7 +30,7 @@ def texts(table) -> list[list[str]]:
     return [[entry.text for entry in row] for row in table.rows]
 
 
-def test_lengths_stand_in_columns_with_average_and_what_is_kept():
+def test_lengths_are_columns_with_average_and_adaptation_rate():
     table = length_table(
         [
             line("a", cell("key_value", 64, 0.8), cell("key_value", 128, 0.4)),
@@ -39,25 +39,25 @@ def test_lengths_stand_in_columns_with_average_and_what_is_kept():
         "key_value",
     )
 
-    assert list(table.columns) == ["model", "64", "128", "average", "kept"]
+    assert list(table.columns) == ["model", "64", "128", "average", "adaptation rate"]
     assert texts(table) == [["a", "80%", "40%", "60%", "50%"], ["b", "50%", "60%", "55%", "120%"]]
     bold = [[entry.strong for entry in row] for row in table.rows]
     # 60% (50 to 70) does not lie above 40% (30 to 50).
     assert bold == [[False, True, False, False, False], [False] * 5]
 
 
-def test_what_is_kept_is_128k_over_32k_or_what_the_scores_name():
+def test_the_adaptation_rate_uses_128k_and_32k_or_the_lengths_of_the_scores():
     """As the column "Rate" of Untie the Knots' Table 1: Qwen2-UtK-base (7B) keeps 93%."""
     scores = {4096: 0.906, 32768: 0.805, 131072: 0.750}
     cells = [cell("ruler", length, value) for length, value in scores.items()]
     table = length_table([line("UtK", *cells)], "ruler")
-    assert texts(table)[0][-1] == "93%" and "kept: 128K ÷ 32K" in table.note
+    assert texts(table)[0][-1] == "93%" and "adaptation rate: score at 128K ÷ score at 32K" in table.note
     named = line("UtK", *cells)
     named = replace(named, scores=replace(named.scores, rates={"ruler": (32768, 4096)}))
     assert texts(length_table([named], "ruler"))[0][-1] == "89%"
 
 
-def test_the_best_is_bold_only_where_its_interval_lies_above_all_others():
+def test_the_best_is_bold_only_if_its_interval_is_above_all_others():
     def bold(values: dict[str, float], **changes: float) -> list[bool]:
         lines = [line(name, replace(cell("key_value", 64, value), **changes)) for name, value in values.items()]
         return [row[1].strong for row in length_table(lines, "key_value").rows]
@@ -69,7 +69,7 @@ def test_the_best_is_bold_only_where_its_interval_lies_above_all_others():
     assert bold({"a": 0.9, "b": 0.1}, n=6) == [True, False]
 
 
-def test_a_missing_length_makes_no_average():
+def test_a_missing_length_gives_no_average():
     lines = [line("a", cell("key_value", 64, 0.8), cell("key_value", 128, 0.4)), line("b", cell("key_value", 128, 0.6))]
 
     assert texts(length_table(lines, "key_value"))[1] == ["b", "–", "60%", "–", "–"]
@@ -111,14 +111,14 @@ def test_helmet_has_the_categories_of_the_papers():
     assert "Mean over 64 and 128" in table.note
 
 
-def test_a_length_that_only_some_categories_have_is_left_out_and_the_average_over_both_is_told():
+def test_a_length_of_only_some_categories_is_skipped_and_the_mixed_average_is_shown():
     scored = [cell(f"helmet: {task}", 64, 0.5) for task in ("json_kv", "nq")] + [cell("helmet: json_kv", 512, 0.9)]
     one = line("sft", *scored)
     one = replace(one, scores=replace(one.scores, mixed_averages={"helmet": (0.557, (64, 512))}))
     (table,) = category_tables([one])
 
     assert texts(table) == [["sft", "50%", "50%", "50%"]] and "Mean over 64, with" in table.note
-    assert table.note.endswith(" Average with tasks at lengths of their own (64 and 512): sft 55.7.")
+    assert table.note.endswith(" Average in which some tasks use other lengths (64 and 512): sft 55.7.")
 
 
 def test_a_category_that_lacks_a_task_of_others_is_missing_and_so_is_the_average():
@@ -130,7 +130,7 @@ def test_a_category_that_lacks_a_task_of_others_is_missing_and_so_is_the_average
     assert texts(table) == [["a", "30%", "100%", "50%", "60%"], ["b", "–", "100%", "50%", "–"]]
 
 
-def test_several_suites_stand_beside_each_other_and_short_tasks_last():
+def test_several_suites_are_in_one_table_and_short_tasks_come_last():
     one = line("a", cell("niah", 64, 0.5), cell("key_value", 64, 0.7))
     short = (cell("short: hellaswag", 0, 0.4), cell("short: mmlu", 0, 0.6))
     tables = category_tables([replace(one, scores=replace(one.scores, short=short))])
@@ -139,7 +139,7 @@ def test_several_suites_stand_beside_each_other_and_short_tasks_last():
     assert texts(tables[1]) == [["a", "40%", "60%", "50%"]]
 
 
-# Long against short
+# Long and short context
 
 
 def loss(start: int, stop: int, value: float) -> Cell:
@@ -178,7 +178,7 @@ def test_better_is_up_and_to_the_right():
     assert heights[0] > heights[1], "SVG counts downwards"
 
 
-def test_short_tasks_take_the_place_of_the_loss_where_they_are():
+def test_short_tasks_replace_the_loss_if_scored():
     lines = [extended("a", 0.1, 3.5), extended("b", 0.9, 3.6)]
     scored = [
         replace(one, scores=replace(one.scores, short=(cell("short: mmlu", 0, share),)))

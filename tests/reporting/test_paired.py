@@ -57,7 +57,7 @@ def test_the_interval_covers_the_truth_about_as_often_as_it_claims():
 
 
 @pytest.mark.parametrize("pair", [(0.0, 0.0), (1.0, 1.0), (0.0, 1.0)])
-def test_few_equal_answers_do_not_make_certainty(pair: tuple[float, float]):
+def test_few_equal_answers_do_not_give_certainty(pair: tuple[float, float]):
     found = answer_difference([pair] * 5)
 
     assert found.low is not None and found.high is not None
@@ -89,7 +89,7 @@ def test_only_prompts_that_both_answered_count():
     assert difference(measure_of("key_value", 128), one, two).value is None
 
 
-def test_tasks_count_alike_however_many_prompts_they_have():
+def test_tasks_have_equal_weight_for_any_number_of_prompts():
     many = {f"p{at}": 0.0 for at in range(30)}
     one = ModelScores(name="a", cells=(), answers={("ruler: vt", 64): many, ("ruler: cwe", 64): {"q": 0.0}})
     two = ModelScores(name="b", cells=(), answers={("ruler: vt", 64): many, ("ruler: cwe", 64): {"q": 1.0}})
@@ -142,7 +142,7 @@ def test_pairing_decides_what_intervals_alone_cannot(fake_run: Path):
     assert winner(losses["Loss inside 256"], list(arms)) is None
     assert ahead_of_all(losses["Loss inside 256"], arms) == ("abf", True)
     assert ahead_of_all(losses["Loss at 1K–2K"], arms) == ("utk", True)
-    assert "answer by answer: " in headline(results)[-1]
+    assert "paired by prompt: " in headline(results)[-1]
     assert "abf wins on loss inside 256" in headline(results)[-1]
 
 
@@ -156,7 +156,7 @@ def test_without_answers_the_intervals_decide(fake_run: Path):
     assert headline(results)[-1].endswith("(intervals overlap).")
 
 
-def test_the_table_holds_every_pair_and_says_what_pairing_gave(fake_run: Path):
+def test_the_table_has_every_pair_and_counts_what_pairing_adds(fake_run: Path):
     results = gather(fake_run)
     lines = [Line(label=one.name, style=0, scores=one) for one in results.models]
     table = comparison_table(compare(lines, key_measures(results)))
@@ -166,7 +166,7 @@ def test_the_table_holds_every_pair_and_says_what_pairing_gave(fake_run: Path):
     assert table.columns[-1] == "Loss inside 256"
     last = table.rows[2][-1]
     assert (last.text[0], last.strong) == ("+", True)
-    assert "could not separate" in table.note
+    assert "separate intervals overlap" in table.note
 
 
 def test_models_without_a_common_prompt_are_not_compared():

@@ -67,7 +67,7 @@ def test_distances_before_and_after_tangling_are_counted_and_drawn(fake_run: Pat
     assert found.before == [3 * count for count in brute_force(np.sort(tangled), edges)]
     assert found.after[-1] > found.before[-1] == brute_force(np.sort(tangled), edges)[-1] * 3
     page = render([results])
-    assert "<b>distances in utk</b>" in page and "before its chunks were moved" in page
+    assert "<b>distances in utk</b>" in page and "before chunks were moved" in page
     assert re.search(r"64 to 128 tokens apart: \S+ of pairs before, \S+ after", page)
 
 

@@ -74,7 +74,7 @@ def test_names_of_models_and_stages_are_escaped(fake_run: Path):
     assert evil in page.text
 
 
-def test_output_that_no_file_can_hold_is_written_readably(fake_run: Path):
+def test_output_that_is_not_valid_text_is_written_readably(fake_run: Path):
     cells, samples = fake_scores("base")
     samples[-40]["output"] = "a\ud800b\x00c\u202ed"
     write_scores(fake_run, "base", cells, samples)
@@ -102,7 +102,7 @@ def test_numbers_and_headline_of_the_files_are_on_the_page(fake_run: Path):
 
     assert "tiny: 256 → 2K. Needle recall at 2K: 0%" in text
     assert "Loss inside 256" in text
-    assert "old context 256" in text
+    assert "original context 256" in text
     assert "1 min 10 s" in text
     assert "short 31, tail 1,200" in text
     assert "1,403,221" in text
@@ -132,14 +132,14 @@ def _html(run: Path) -> str:
 @pytest.mark.parametrize(
     ("removed", "sentence"),
     [
-        ("scores", "No recall was scored"),
+        ("scores", "Recall was not scored"),
         ("stages", "No training steps yet"),
         ("recipe.yaml", "recipe.yaml is not in the run folder"),
-        ("run.json", "The original context is not recorded"),
+        ("run.json", "run.json does not record the original context"),
         ("datasets", "Documents"),
     ],
 )
-def test_a_missing_part_is_said_and_the_rest_is_shown(fake_run: Path, removed: str, sentence: str):
+def test_a_missing_part_is_reported_and_the_rest_is_shown(fake_run: Path, removed: str, sentence: str):
     path = fake_run / removed
     shutil.rmtree(path) if path.is_dir() else path.unlink()
 
@@ -175,7 +175,7 @@ def test_validation_is_drawn_where_there_is_any(fake_run: Path):
     assert "the same at positions 64–128" in page.text
 
 
-def test_several_runs_stand_side_by_side_and_share_the_base_line(fake_run: Path):
+def test_several_runs_are_side_by_side_and_share_the_base_line(fake_run: Path):
     other = write_fake_run(fake_run.with_name("other"))
 
     page = page_of(fake_run, other)

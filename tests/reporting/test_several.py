@@ -46,7 +46,7 @@ def test_models_of_several_runs_are_compared_on_the_prompts_they_share(fake_run:
     assert same and all(one["difference"] == 0 and one["better"] is None for one in same)
 
 
-def test_a_run_without_scores_stands_beside_one_with_scores(fake_run: Path, other: Path):
+def test_a_run_without_scores_is_shown_next_to_one_with_scores(fake_run: Path, other: Path):
     shutil.rmtree(other / "scores")
     runs = [gather(fake_run), gather(other)]
 
@@ -55,7 +55,7 @@ def test_a_run_without_scores_stands_beside_one_with_scores(fake_run: Path, othe
     assert "No scores yet" in render_markdown(runs)
 
 
-def test_runs_without_any_scores_say_so(fake_run: Path, other: Path):
+def test_runs_without_any_scores_are_reported(fake_run: Path, other: Path):
     for run in (fake_run, other):
         shutil.rmtree(run / "scores")
 
@@ -63,7 +63,7 @@ def test_runs_without_any_scores_say_so(fake_run: Path, other: Path):
     assert report_values([gather(fake_run), gather(other)])["together"]["measures"] == []
 
 
-def test_a_killed_stage_says_how_far_it_came(fake_run: Path):
+def test_a_killed_stage_shows_its_progress(fake_run: Path):
     shutil.rmtree(fake_run / "stages" / "utk")
     work = fake_run / "stages" / "utk.work"
     work.mkdir()
@@ -77,7 +77,7 @@ def test_a_killed_stage_says_how_far_it_came(fake_run: Path):
     assert (stage["finished"], stage["tokens"], stage["rows_trained_on"]) == (False, 7 * 16384, {"short": 1})
 
 
-def test_steps_that_went_wrong_are_told_with_their_reason(fake_run: Path):
+def test_faulty_steps_are_reported_with_their_reason(fake_run: Path):
     steps = fake_steps("abf")
     steps[4] |= {"loss": None, "grad_norm": None, "skipped": True, "wrong": "the loss is <not> finite"}
     path = fake_run / "stages" / "abf" / "metrics.jsonl"
@@ -108,9 +108,9 @@ def test_an_old_run_without_newer_fields_is_shown(fake_run: Path):
     assert "Prompt</summary>" not in page
     assert {one["measure"] for one in report_values([results])["runs"][0]["comparisons"]} == {
         "Needle recall at 2K",
-        "Needle recall over all lengths",
+        "Needle recall at all lengths",
         "Key-value recall at 2K",
-        "Key-value recall over all lengths",
+        "Key-value recall at all lengths",
     }
 
 
@@ -147,4 +147,4 @@ def test_a_wide_suite_keeps_the_page_small(fake_run: Path):
     page = render([gather(fake_run)])
 
     assert len(page.encode()) < 2_000_000
-    assert "further tasks are in “All numbers” only" in page
+    assert "more tasks are only in “All numbers”" in page

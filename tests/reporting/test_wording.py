@@ -34,7 +34,7 @@ def test_bytes_read_naturally(size: float, text: str):
     assert format_bytes(size) == text
 
 
-def test_listing_joins_as_people_do():
+def test_lists_are_joined_with_commas_and_and():
     assert [join_words(list(names)) for names in ("", "a", "ab", "abc")] == ["", "a", "a and b", "a, b and c"]
 
 

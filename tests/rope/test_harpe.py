@@ -44,7 +44,7 @@ def test_the_printed_list_ascends_from_1m_to_4_54m_with_the_mean_of_the_paper():
 
 
 def test_the_printed_list_is_refused_for_another_number_of_heads():
-    with pytest.raises(ConfigError, match=r"for 32 KV heads, and this model has 8; use bases uniform"):
+    with pytest.raises(ConfigError, match=r"for 32 KV heads, but this model has 8; use bases uniform"):
         bases(8, bases="printed")
 
 

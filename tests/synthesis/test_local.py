@@ -72,7 +72,7 @@ def test_a_row_holds_no_more_than_its_room_and_one_length_of_replies(backend):
     assert all(reply.reply_tokens <= request.max_tokens for reply, request in zip(found, mixed, strict=True))
 
 
-def test_a_reply_goes_on_from_its_first_words_and_holds_them(backend):
+def test_a_reply_continues_and_contains_its_first_words(backend):
     begun = Request(prompt="Tell me of the sea.", max_tokens=6, begin="Question: Who")
     reply = LocalBackend(backend, "w").reply(begun)
     assert reply.text.startswith("Question: Who")

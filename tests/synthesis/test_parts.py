@@ -93,18 +93,18 @@ def test_there_are_a_dozen_wordings_of_everything_and_all_have_their_places():
     assert any(text.count("{question}") == 2 for text in lists["qa"]["placement"])
 
 
-def test_what_is_filled_in_is_not_read_as_a_template():
+def test_filled_text_is_not_read_as_a_template():
     assert fill("{document} {question}", document="{question}", question="q") == "{question} q"
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("qa: {placement: ['{document}']}", "has no placeholder {question}"),
+        ("qa: {placement: ['{document}']}", "lacks the placeholder {question}"),
         ("qa: {answer: ['{answer} {name}']}", "unknown placeholder {name}; allowed: {answer}"),
         ("qa: {answers: ['{answer}']}", "did you mean 'answer'?"),
         ("sumary: {}", "did you mean 'summary'?"),
-        ("qa: {answer: []}", "at least one"),
+        ("qa: {answer: []}", "non-empty list"),
         ("[1", "cannot be read as YAML"),
         ("3", "must be a mapping"),
     ],
@@ -116,7 +116,7 @@ def test_wording_of_the_users_is_checked(text, said, tmp_path):
     assert said in str(told.value)
 
 
-def test_the_least_used_wording_comes_next_also_after_refusals():
+def test_the_least_used_wording_is_next_also_after_rejections():
     templates = load_templates(None)
     uses = TemplateUsage(templates, seed=0)
     counts: Counter[int] = Counter()
@@ -150,7 +150,7 @@ def config(**more: object) -> SynthConfig:
 
 @pytest.mark.parametrize("shares", [{"qa": 0.4, "rag": 0.3, "summary": 0.3}, {"rag": 1, "summary": 3}, {"qa": 1}])
 @pytest.mark.parametrize("tokens", [None, 3_000_000])
-def test_shares_come_out_with_lengths_and_refusals_of_any_kind(shares, tokens):
+def test_shares_are_realized_for_any_lengths_and_rejections(shares, tokens):
     rng = np.random.default_rng(0)
     documents = Documents(rng.integers(1000, 20000, size=900))
     scheduler = Scheduler(config(shares=shares, tokens=tokens), documents, load_templates(None), seed=0)  # type: ignore[arg-type]

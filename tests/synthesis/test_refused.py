@@ -56,7 +56,7 @@ def test_clean_texts_are_not_taken_for_evaluations():
     assert found == 0
 
 
-def test_what_the_suites_of_a_recipe_ask_is_known():
+def test_texts_of_the_suites_of_a_recipe_are_known():
     from unspool.evals.suites.key_value import KeyValueEval
     from unspool.evals.suites.niah import NiahEval
 
@@ -74,7 +74,7 @@ def test_what_the_suites_of_a_recipe_ask_is_known():
     assert not evaluations.overlaps(document(np.random.default_rng(1), 300))
 
 
-def test_a_question_of_an_evaluation_is_refused_by_the_command_wherever_it_stands(tmp_path):
+def test_a_question_of_an_evaluation_is_rejected_anywhere_in_a_text(tmp_path):
     texts = write_documents(tmp_path / "docs.jsonl", 20)
     planted = [text if number else f"{text} {QUESTION}" for number, text in enumerate(texts)]
     (tmp_path / "docs.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in planted))
@@ -99,7 +99,7 @@ def test_a_set_without_any_answer_is_refused_with_counts_by_reason_and_keeps_its
     replies = (tmp_path / "run/replies/synth.jsonl").read_text().splitlines()
 
     assert done.exit_code == 2, done.output
-    assert "synth long: none of 4 conversations was kept, so no data set is written: 4 unsupported (" in done.stderr
+    assert "synth long: none of 4 conversations was kept, so nothing was written: 4 unsupported (" in done.stderr
     assert not (tmp_path / "run/synth").exists() or not list((tmp_path / "run/synth").iterdir())
     assert len(replies) == 4, "what was paid for stays"
 

@@ -48,7 +48,7 @@ def load(folder: Path, text: str) -> Templates:
         ("ask: {question: '{part}'}", "both question and answer"),
         ("ask: {pair: '{part}', question: '{part}', answer: '{part} {question}'}", "remove one"),
         ("ask: {sumary: '{part}'}", "did you mean 'summary'?"),
-        ("ask: {summary: 'Sum up.'}", "has no placeholder {part}"),
+        ("ask: {summary: 'Sum up.'}", "lacks the placeholder {part}"),
         ("ask: {join: '{summaries} {part}'}", "unknown placeholder {part}; allowed: {summaries}"),
         ("ask: {summary: {text: '{part}', start: x}}", "unknown key 'start'"),
         ("ask: {summary: {begin: x}}", "must be a text"),
@@ -57,14 +57,14 @@ def load(folder: Path, text: str) -> Templates:
         ("ask: [1]", "must be a mapping"),
     ],
 )
-def test_a_mistake_in_the_users_requests_is_told(text, said, tmp_path):
+def test_a_mistake_in_the_users_requests_is_reported(text, said, tmp_path):
     with pytest.raises(ConfigError) as told:
         load(tmp_path, text)
     assert said in str(told.value)
     assert "own.yaml: ask" in str(told.value)
 
 
-def test_what_the_file_leaves_out_is_asked_in_our_words(tmp_path):
+def test_missing_requests_use_the_built_in_wording(tmp_path):
     asks = load(tmp_path, OWN).requests
     assert asks.in_two_steps
     assert not DEFAULT_REQUESTS.in_two_steps
@@ -120,7 +120,7 @@ def test_the_answer_of_a_reply_is_found():
     assert parse_answer("Question: Who?") is None
 
 
-def test_what_runs_in_circles_is_refused():
+def test_repetitive_text_is_rejected():
     circle = "The mill is the mill of the man who owns the mill. " * 3
     assert repeats(circle)
     assert "repeats" in REJECT_REASONS
@@ -143,13 +143,13 @@ def test_an_answer_that_only_says_the_question_again_is_refused():
     assert not echoes(Pair("Why did Jonas Berg sell the mill?", "Jonas Berg wanted to go to sea."))
 
 
-def test_a_server_is_not_asked_to_begin_with_given_words():
+def test_a_server_request_with_begin_is_refused():
     config = ServerGenerator.model_validate({"kind": "openai", "url": "http://localhost:1/v1", "model": "m"})
     with pytest.raises(ConfigError, match="begin"):
         ServerBackend(config).reply(Request(prompt="a", max_tokens=5, begin="Question:"))
 
 
-def test_question_and_answer_are_asked_for_one_after_the_other(tmp_path):
+def test_question_and_answer_are_requested_one_after_the_other(tmp_path):
     write_documents(tmp_path / "docs.jsonl", 6)
     (tmp_path / "own.yaml").write_text(
         'ask: {question: {text: "{part}\\nASK", tokens: 30}, answer: "{part}\\nREPLY {question}"}'

@@ -149,7 +149,7 @@ def test_the_command_with_a_bad_server_keeps_the_key_to_itself(tmp_path, monkeyp
 
 
 @pytest.mark.parametrize("status", [401, 404, 302])
-def test_what_only_the_user_can_mend_is_told_at_once(status, tmp_path, monkeypatch):
+def test_errors_that_only_the_user_can_fix_are_reported_immediately(status, tmp_path, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     asked = []
 
@@ -166,7 +166,7 @@ def test_what_only_the_user_can_mend_is_told_at_once(status, tmp_path, monkeypat
     assert KEY not in str(told.value)
 
 
-def test_a_server_that_is_down_ends_the_run_and_keeps_what_it_said(tmp_path):
+def test_a_server_that_is_down_ends_the_run_and_keeps_its_replies(tmp_path):
     down = generator("http://127.0.0.1:9/v1", attempts=2)
     with GeneratorReplies(tmp_path / "replies.jsonl") as replies:
         client = GeneratorClient(ServerBackend(down), replies, width=1, retry=RetryPolicy(attempts=2, pause=0.0001))
@@ -206,7 +206,7 @@ class Slow:
         return Reply(text=request.prompt, prompt_tokens=1, reply_tokens=1, seconds=0.02)
 
 
-def test_requests_are_as_many_at_a_time_as_allowed_and_none_is_asked_twice(tmp_path):
+def test_concurrent_requests_reach_the_limit_and_none_is_sent_twice(tmp_path):
     slow = Slow(width=3)
     with GeneratorReplies(tmp_path / "replies.jsonl") as replies:
         client = GeneratorClient(slow, replies, width=3)
@@ -226,7 +226,7 @@ class Clock:
 
 
 @pytest.mark.parametrize(("requests", "tokens", "expected"), [(60, None, 60), (None, 6000, 60), (60, 3000, 120)])
-def test_no_more_requests_and_tokens_a_minute_than_allowed(requests, tokens, expected):
+def test_requests_and_tokens_per_minute_stay_within_limits(requests, tokens, expected):
     clock = Clock()
     limiter = RateLimiter(
         requests_per_minute=requests, tokens_per_minute=tokens, clock=lambda: clock.now, sleep=clock.sleep
@@ -249,7 +249,7 @@ def test_a_server_that_asks_for_a_pause_gets_it_from_all():
     assert clock.now == 1030
 
 
-def test_a_line_cut_by_a_kill_is_passed_over_and_what_follows_is_whole(tmp_path):
+def test_a_line_cut_by_a_kill_is_skipped_and_later_lines_are_complete(tmp_path):
     path = tmp_path / "replies.jsonl"
     reply = Reply(text="päivää\n\x85", prompt_tokens=1, reply_tokens=2, seconds=0.1)
     with GeneratorReplies(path) as replies:

@@ -30,7 +30,7 @@ def test_a_last_step_that_would_not_be_full_is_left_out():
         ({"mix": {}}, "every share must be above 0"),
         ({"mix": {"long": 0}}, "every share must be above 0"),
         ({"lr": 0}, "greater than 0"),
-        ({"lr_overrides": {"mlp": -1e-3}}, "every lr must be 0 or more"),
+        ({"lr_overrides": {"mlp": -1e-3}}, "give substrings of parameter names with an lr of 0 or more"),
         ({"export_context_length": 64}, "export_context_length must not exceed context_length"),
         (
             {"export_context_length": 16, "rope": {"method": "yarn"}},

@@ -360,7 +360,7 @@ def test_several_ranks_and_new_models_are_refused():
     ):
         check_distillation(WITH, TINY, {}, world_size=2)
     with pytest.raises(
-        ConfigError, match="stage one: attention_distillation needs a trained model, and this one is new"
+        ConfigError, match="stage one: attention_distillation needs a trained model, but this model is new"
     ):
         check_distillation(WITH, new, {}, world_size=1)
     check_distillation(STAGE, new, {}, world_size=2)

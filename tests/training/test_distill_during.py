@@ -252,7 +252,7 @@ def test_what_cannot_be_is_refused(inputs, tmp_path):
     ):
         check_distillation(stage, TINY, {}, world_size=1)
     frozen = build_stage(**PLAIN | {"attention_distillation": DISTILLATION, "lr_overrides": {"q_proj": 0, "k_proj": 0}})
-    with pytest.raises(ConfigError, match=r"lr_overrides sets them to 0; give them a rate"):
+    with pytest.raises(ConfigError, match=r"lr_overrides sets them to 0; set an lr above 0"):
         run(inputs, tmp_path / "one", frozen)
     with pytest.raises(
         ConfigError, match=r"distillation\.during_batch_tokens 40 is not a multiple of the row length 16"

@@ -140,7 +140,7 @@ def test_without_room_for_a_copy_checkpoints_are_written_while_training_waits(ma
     monkeypatch.setattr(save, "_prune", lambda folder, step: written.append(step))
     with caplog.at_level(logging.WARNING):
         run_stage(stage, materials, tmp_path / "direct" / "one", seed=0, device=CPU)
-    assert caplog.text.count("checkpoints are written without it, and steps wait for them") == 1
+    assert caplog.text.count("checkpoints are written without a copy, and steps wait for them") == 1
     assert written == [2, 4]
     assert_same_result(tmp_path / "direct" / "one", tmp_path / "copied" / "one")
 

@@ -75,7 +75,10 @@ def test_a_stage_finished_before_there_were_other_memory_settings_is_still_up_to
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"offload": True}, "offload moves the checkpoints.*set activation_checkpointing to full or keep-attention"),
+        (
+            {"offload": True},
+            "offload needs checkpoints.*set activation_checkpointing to full or keep-attention",
+        ),
         (
             {"layers_per_checkpoint": 4},
             "layers_per_checkpoint=4.*set activation_checkpointing to full or keep-attention",

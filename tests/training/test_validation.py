@@ -101,7 +101,7 @@ def test_rows_longer_than_the_context_are_refused(held):
 
 
 def test_tokens_that_the_model_does_not_know_are_refused(held):
-    with pytest.raises(ConfigError, match="tokens outside of the model's vocabulary"):
+    with pytest.raises(ConfigError, match="tokens outside the model's vocabulary"):
         build_validation(STAGE, held, build_model(vocab_size=200), seed=0)
 
 
@@ -123,7 +123,7 @@ def rows_of(folder, corpora):
 def test_rows_made_of_what_is_trained_on_are_told_of(tmp_path, capsys):
     trained = {"long": rows_of(tmp_path / "long", {"books": "b1", "wiki": "w1"})}
     for name, corpora, told in (
-        ("same", {"library": "b1", "news": "n1"}, "is packed from library, which is trained on too"),
+        ("same", {"library": "b1", "news": "n1"}, "is packed from library, which is also trained on"),
         ("other", {"books": "b2"}, ""),
     ):
         warn_if_trained_on(STAGE, rows_of(tmp_path / name, corpora), trained)

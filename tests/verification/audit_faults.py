@@ -1,4 +1,4 @@
-"""Training set-ups with a planted mistake, each in the code path of a real trainer."""
+"""Training setups with a planted mistake, each in the code path of a real trainer."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
-from transformers import DataCollatorForSeq2Seq, Trainer
+from transformers import AttentionInterface, DataCollatorForSeq2Seq, Trainer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from unspool.training.collator import Collator
 
@@ -15,6 +16,7 @@ from .audit_setups import (
     PAD,
     QUIET,
     hf_trainer,
+    left_padding,
     lightning_setup,
     packed,
     padded_tokenizer,
@@ -177,6 +179,12 @@ def padding_counted() -> Any:
     return hf_trainer(small_model(), data, collate, args={"per_device_train_batch_size": 2})
 
 
+def mask_dropped_with_left_padding() -> Any:
+    """An attention function without a mask function: `transformers` then drops every attention_mask."""
+    AttentionInterface.register("no-masks", sdpa_attention_forward)
+    return left_padding("no-masks")
+
+
 def positions_not_reset() -> Any:
     """A mask keeps documents apart, but positions run on."""
 
@@ -290,13 +298,14 @@ FAULTS = {
         Fault(wrapped_packing, "isolation", "boundaries from end-of-text", also=("first_token", "positions")),
         Fault(labels_shifted_by_the_collator, "labels", "shifted twice"),
         Fault(labels_not_shifted, "labels", "not shifted"),
-        Fault(mean_of_means_in_trainer, "token_mean", "mean of the means"),
-        Fault(mean_of_means_in_accelerate, "token_mean", "mean of the means"),
-        Fault(mean_of_means_in_lightning, "token_mean", "mean of the means"),
+        Fault(mean_of_means_in_trainer, "token_mean", "mean of micro-batch means"),
+        Fault(mean_of_means_in_accelerate, "token_mean", "mean of micro-batch means"),
+        Fault(mean_of_means_in_lightning, "token_mean", "mean of micro-batch means"),
         Fault(ignored_tokens_in_the_divisor, "token_mean", ""),
-        Fault(padding_counted, "padding", "padding tokens are trained"),
-        Fault(positions_not_reset, "positions", "not at 0"),
-        Fault(first_tokens_predicted, "first_token", "predicted from the one before"),
+        Fault(padding_counted, "padding", "padding tokens are prediction targets"),
+        Fault(mask_dropped_with_left_padding, "gradient", "cosine"),
+        Fault(positions_not_reset, "positions", "instead of 0"),
+        Fault(first_tokens_predicted, "first_token", "targets of the previous document"),
         Fault(last_micro_batch_dropped, "coverage", "is dropped"),
         Fault(gradients_cleared_in_every_micro_batch, "gradient", "cosine"),
         Fault(config_of_the_base_model_saved, "checkpoint", "rope_parameters"),

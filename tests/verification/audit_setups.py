@@ -1,4 +1,4 @@
-"""Training set-ups that are right, for `unspool.audit`, and what set-ups with mistakes are built from."""
+"""Training setups that are right, for `unspool.audit`, and what setups with mistakes are built from."""
 
 from collections.abc import Callable, Sequence
 from itertools import chain
@@ -89,6 +89,19 @@ def right_padding_in_trainer() -> Any:
     return hf_trainer(
         small_model("qwen2"), data, DataCollatorForSeq2Seq(padded_tokenizer()), args={"per_device_train_batch_size": 2}
     )
+
+
+def right_left_padding_with_our_attention() -> Any:
+    return left_padding("unspool")
+
+
+def left_padding(attention: str) -> Any:
+    """Without labels for first tokens, which padding before them would predict."""
+    tokenizer = padded_tokenizer()
+    tokenizer.padding_side = "left"
+    data = [{"input_ids": text, "labels": [-100, *text[1:]]} for row in texts() for text in row]
+    args = {"per_device_train_batch_size": 2}
+    return hf_trainer(small_model(attention=attention), data, DataCollatorForSeq2Seq(tokenizer), args=args)
 
 
 def padded_tokenizer() -> Any:
@@ -242,6 +255,7 @@ RIGHT = {
         right_collator_in_trainer,
         right_flattening_in_trainer,
         right_padding_in_trainer,
+        right_left_padding_with_our_attention,
         right_plain_loop,
         right_sliding_windows,
         right_accelerate_loop,

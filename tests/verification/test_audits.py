@@ -1,4 +1,4 @@
-"""`unspool.audit` on correct set-ups and on planted mistakes, in the code paths of real trainers."""
+"""`unspool.audit` on correct setups and on planted mistakes, in the code paths of real trainers."""
 
 import json
 import time
@@ -20,6 +20,12 @@ from .audit_setups import RIGHT, packed, plain_step, right_accelerate_loop, smal
 # The others take as long each, and run with `-m slow`.
 FAST = (
     "right_sliding_windows",
+    "right_left_padding_with_our_attention",
+    "right_trl_packing",
+    "right_lightning",
+    "packing_with_context_parallelism",
+    "mask_dropped_with_left_padding",
+    "mean_of_means_in_lightning",
     "mask_of_ones_beside_positions",
     "labels_shifted_by_the_collator",
     "mean_of_means_in_trainer",
@@ -117,7 +123,7 @@ def failing():
         ("missing", 2, "no function 'missing'"),
     ],
 )
-def test_the_command_probes_what_a_function_of_a_file_returns(function, code, wanted, tmp_path):
+def test_the_command_probes_the_setup_that_a_function_returns(function, code, wanted, tmp_path):
     (tmp_path / "my_training.py").write_text(SETUP)
     found = CliRunner().invoke(build_app(), ["audit", f"{tmp_path}/my_training.py:{function}"])
 

@@ -75,7 +75,7 @@ def turning_keys_otherwise(query, key, inv_freq, position_ids):
 
 
 @pytest.mark.parametrize("check", ["packing", "position-shift", "export"])
-def test_queries_and_keys_of_a_head_that_turn_by_different_bases(check, monkeypatch, case, results):
+def test_queries_and_keys_of_a_head_rotated_with_different_bases(check, monkeypatch, case, results):
     monkeypatch.setattr(unspool.models.attention.interface, "rotate_heads", turning_keys_otherwise)
     assert caught(results(check, case("qwen3+harpe")))
 
@@ -105,7 +105,7 @@ def test_moments_that_are_not_restored(monkeypatch, case, results):
     assert quantities(results("resume", case("llama"))) == ["bits"]
 
 
-def test_weights_that_come_back_rounded(monkeypatch, case, results):
+def test_weights_that_are_restored_rounded(monkeypatch, case, results):
     true = Updater.load_state_tensors
 
     def rounding(updater, saved):
@@ -269,12 +269,12 @@ class Rounding(Offloader):
         return super().put(tensor.bfloat16().to(tensor.dtype), before=before)
 
 
-def test_checkpoints_that_come_back_rounded(monkeypatch, case, results):
+def test_activation_checkpoints_that_are_restored_rounded(monkeypatch, case, results):
     monkeypatch.setattr(unspool.models.memory.checkpointing, "Offloader", Rounding)
     assert caught(results("offload", case("llama")))
 
 
-def test_heads_that_are_put_back_in_another_order(monkeypatch, case, results):
+def test_heads_that_are_reassembled_in_another_order(monkeypatch, case, results):
     in_chunks = unspool.models.memory.checkpointing.apply_head_chunks
 
     def mixed(layers, *, heads_at_once):

@@ -25,20 +25,20 @@ def assert_all_passed(found):
 
 @pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3+harpe"])
-def test_promises_are_kept_by(family, check, case, results):
+def test_promises_hold_for(family, check, case, results):
     assert_all_passed(results(check, case(family)))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_promise_is_kept_by_every_small_family(family, case, results):
+def test_every_promise_holds_for_every_small_family(family, case, results):
     for check in CHECKS:
         assert_all_passed(results(check, case(family)))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_promise_is_kept_on_a_gpu(family, tmp_path, plain):
+def test_every_promise_holds_on_a_gpu(family, tmp_path, plain):
     subjects = build_small_models(tmp_path, seed=0, wide=True, names=[family])
     checks = [check for check in build_checks(plain).values() if not check.once]
     # All of them before any is judged: a GPU is not at hand every day.
@@ -85,7 +85,7 @@ def test_rows_have_documents_on_both_sides_of_a_methods_threshold(family, case):
         assert loss.gradient < 1e-5, f"{step}: the reference itself would differ by more than rounding"
 
 
-def test_documents_differ_in_length_and_rows_in_what_they_ask_for():
+def test_documents_differ_in_length_and_rows_in_their_number_of_targets():
     steps = build_steps(192, vocabulary=256, seed=0)
     assert len(set(steps["unequal"].rows[0].doc_lens.tolist())) == 4
     assert 1 in steps["unequal"].rows[0].doc_lens
@@ -143,7 +143,7 @@ def test_one_weight_in_which_terms_cancel_does_not_hide_a_small_mistake_in_all_o
     ("plain_error", "dtype", "wanted"),
     [(1e-7, "fp32", 1e-5), (1e-4, "fp32", 1.5e-4), (1.0, "fp32", 1e-3), (1e-2, "bf16", 1.5e-2), (0.0, "bf16", 0.0)],
 )
-def test_what_plain_transformers_is_off_by_sets_the_tolerance_within_limits(plain_error, dtype, wanted):
+def test_the_error_of_plain_transformers_sets_the_tolerance_within_limits(plain_error, dtype, wanted):
     assert tolerance_for(plain_error, dtype) == pytest.approx(wanted)
 
 
@@ -163,7 +163,7 @@ def test_an_error_passes_up_to_its_tolerance_and_never_when_it_is_not_a_number(e
         (RuntimeError("no such thing\nand more"), "failed"),
     ],
 )
-def test_what_cannot_be_measured_has_no_number_and_says_why(problem, status, case):
+def test_skipped_checks_have_no_number_but_a_reason(problem, status, case):
     def measure(_):
         raise problem
 
@@ -185,7 +185,7 @@ def test_what_cannot_be_measured_has_no_number_and_says_why(problem, status, cas
         ("", ""),
     ],
 )
-def test_the_error_of_a_process_is_found_among_what_it_said(said, wanted):
+def test_the_error_of_a_process_is_found_in_its_output(said, wanted):
     assert error_line(said) == wanted
 
 

@@ -92,7 +92,7 @@ def test_the_table_shows_the_model_that_came_nearest_to_its_tolerance():
     assert row == ("1", "packing loss", "qwen2", "cpu fp32", "2.0e-07", "1.0e-05", "passed", "1.5")
 
 
-def test_a_failure_is_never_put_together_with_others():
+def test_every_failure_has_its_own_row():
     rows = table_rows([result(), result(model="qwen2", status="failed", error=float("nan"))], each=False)
     assert [(row[2], row[6]) for row in rows] == [("llama", "passed"), ("qwen2", "failed")]
 
@@ -102,7 +102,7 @@ def test_each_gives_every_model_its_line():
     assert [row[2] for row in rows] == ["llama", "qwen2", "x"]
 
 
-def test_reasons_are_told_once_for_all_models_and_checks_they_hold_for():
+def test_each_reason_is_printed_once_with_its_models_and_checks():
     skipped = {"status": "skipped", "error": None, "tolerance": None, "quantity": "", "detail": "not here"}
     results = [result(model=model, check=check, **skipped) for model in "ab" for check in ("packing", "isolation")]
     assert reasons(results) == ["skipped: packing, isolation on a, b: not here"]

@@ -30,7 +30,7 @@ def test_kills_on_a_gpu_change_no_bit(built):
     assert [(result.quantity, result.status) for result in found] == [("bits", "passed"), ("ledger", "passed")], found
 
 
-def test_nothing_wakes_cuda_before_runs_are_forked(tmp_path, monkeypatch):
+def test_cuda_is_not_initialized_before_runs_are_forked(tmp_path, monkeypatch):
     """Processes that are forked after that could not use it."""
 
     def woken():
@@ -47,7 +47,7 @@ def test_a_run_that_fails_says_why(tmp_path, monkeypatch):
         raise OSError("no space left")
 
     monkeypatch.setattr(unspool.verification.interruptions, "run_stage", fail)
-    with pytest.raises(RuntimeError, match="was not killed failed: OSError: no space left"):
+    with pytest.raises(RuntimeError, match="an uninterrupted run failed: OSError: no space left"):
         run_kills(tmp_path, kills=1, seed=0, device=CPU)
 
 

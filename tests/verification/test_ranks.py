@@ -57,7 +57,7 @@ def failed(case, tmp_path) -> Callable[..., list[str]]:
     return check
 
 
-def test_nothing_fails_where_nothing_is_broken(failed):
+def test_correct_code_passes_all_checks(failed):
     assert failed(ulysses=2) == []
 
 
@@ -172,7 +172,7 @@ def test_the_command_gives_a_line_for_each_layout():
     }
 
 
-def test_the_signal_that_ended_a_rank_is_told_with_what_it_said_before():
+def test_the_signal_that_killed_a_rank_is_reported_with_its_last_output():
     with RankProcesses(1) as ranks:
         ranks._start("cpu")
         ranks._children[0].send_signal(signal.SIGSEGV)
@@ -183,7 +183,7 @@ def test_the_signal_that_ended_a_rank_is_told_with_what_it_said_before():
 
 
 @pytest.mark.gpu
-def test_two_ranks_that_share_a_gpu_compute_what_one_does():
+def test_two_ranks_that_share_a_gpu_give_the_result_of_one():
     done = CliRunner().invoke(
         build_app(), ["verify", "--device", "cuda", "--model", "llama", "--only", "ranks", "--ranks", "2", "--json"]
     )

@@ -87,7 +87,7 @@ def test_an_order_of_sums_is_the_seeds(tmp_path):
     assert compare(first, again).gradient == 0 < compare(first, other).gradient
 
 
-def test_only_what_is_asked_for_gets_logits_and_losses_and_gradients_stay(tmp_path):
+def test_only_targets_get_logits_and_losses_and_gradients_do_not_change(tmp_path):
     model, step = small(tmp_path, "gemma2")
     asked = sum(row.doc_lens.sum() if row.loss_mask is None else row.loss_mask.sum() for row in step.rows)
     rows = []
@@ -128,7 +128,7 @@ def test_all_orders_that_are_drawn_set_the_limit_and_two_of_them_would_not_allow
     assert sorted(middles)[1] * FACTOR < max(middles)
 
 
-def test_what_products_of_few_tokens_round_is_allowed_for(monkeypatch, tmp_path, results):
+def test_the_tolerance_allows_for_rounding_in_products_of_few_tokens(monkeypatch, tmp_path, results):
     """Here by far more than any does: the gradient of fewer than six logits is off by a thousandth."""
     few, off = 6, 1.001
     softmax_grad, plain = unspool.models.loss._softmax_grad, ModelSpec.load_plain
@@ -165,7 +165,7 @@ def test_limits_of_a_model_that_rounds_much_stay_far_below_a_mistake(uneven_case
 
 
 @pytest.mark.parametrize("check", ["packing", "micro-batches", "row-order", "activation-checkpointing"])
-def test_promises_are_kept_by_a_model_that_rounds_much(check, uneven_case, results):
+def test_promises_hold_for_a_model_with_large_rounding_errors(check, uneven_case, results):
     assert [result.status for result in results(check, uneven_case) if result.status != "passed"] == []
 
 

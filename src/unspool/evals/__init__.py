@@ -1,1 +1,1 @@
-"""Frozen prompts, greedy answers, scores with `n` and intervals."""
+"""Evaluation suites with fixed prompts, greedy answers, and scores with n and intervals."""

@@ -1,7 +1,7 @@
-"""What a suite takes from a user's own copy of the public benchmark: words, data, or finished prompts.
+"""Read wording, data or complete prompts from a user's copy of a public benchmark.
 
-Nothing of a benchmark is shipped. A reader takes texts out of the copy without running its code, and compares the
-content of every file with the version known to us. Only then is a score comparable with published tables.
+Unspool ships nothing of a benchmark. A reader extracts texts from the copy without running its code, and compares every
+file's content with the known version. Only if they are equal is a score comparable with published tables.
 """
 
 import ast
@@ -20,27 +20,27 @@ from unspool.evals.suite import Question
 from unspool.evals.wording import Wording
 
 _HASH_LENGTH = 16
-# Files that git may check out with other line ends.
+# Files that git may check out with other line endings.
 _TEXT_FILES = {".py", ".sh", ".txt", ".yaml", ".yml"}
 _NAMED_FILES = 5
-OWN_WORDS = "the wording and data are not the benchmark's own; --reference PATH takes those"
+OWN_WORDS = "wording and data are not the benchmark's; set reference to use its own"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reference:
-    """A user's copy of a benchmark, as far as the chosen tasks need it."""
+    """The parts of a user's benchmark copy that the chosen tasks need."""
 
     repo: str  # such as NVIDIA/RULER
-    version: str  # the known version that `files` were compared with
-    files: Mapping[str, str]  # name: hash of the content, of every file that is used
-    kind: Literal["clone", "prompts"] = "clone"  # prompts: files that its scripts wrote
-    differs: tuple[str, ...] = ()  # files that are not those of the version
-    unchecked: tuple[str, ...] = ()  # data files of which we know no hash
+    version: str  # known version with which `files` were compared
+    files: Mapping[str, str]  # name: content hash of every used file
+    kind: Literal["clone", "prompts"] = "clone"  # prompts: prompt files written by the benchmark's scripts
+    differs: tuple[str, ...] = ()  # files that differ from the version
+    unchecked: tuple[str, ...] = ()  # data files without a known hash
     wording: Wording | None = None
-    paths: Mapping[str, str] = field(default_factory=dict)  # data, by the names that the suite's `load` knows
+    paths: Mapping[str, str] = field(default_factory=dict)  # data paths by the names that the suite's `load` uses
     prompts: Mapping[tuple[str, int], Sequence[Question]] = field(default_factory=dict)  # by task and length
-    fit: "Fit | None" = None  # cuts prompts that are too long as the benchmark does
-    counts_opening: bool = True  # whether the benchmark counts a BOS token within the length
+    fit: "Fit | None" = None  # cuts overlong prompts like the benchmark
+    counts_opening: bool = True  # whether the benchmark counts a BOS token as part of the length
 
     @property
     def hash(self) -> str:
@@ -48,7 +48,7 @@ class Reference:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What every sample and the summary record."""
+        """Fields that every sample and the summary record."""
         facts = {"repo": self.repo, "version": self.version, "from": self.kind, "differs": list(self.differs)}
         return facts | ({"unchecked": list(self.unchecked)} if self.unchecked else {})
 
@@ -58,12 +58,12 @@ class Fit(Protocol):
 
 
 Reader = Callable[[Path, Any], Reference]
-"""From the path and the entry of `evals`, whose tasks are all named and whose paths are resolved; ConfigError if the
-path is no copy of the benchmark or lacks a file."""
+"""Arguments: the path and the entry of `evals`, with all tasks named and all paths resolved. Raises ConfigError if the
+path is not a copy of the benchmark or lacks a file."""
 
 
 def comparability(facts: Mapping[str, Any] | None, changes: Sequence[str] = ()) -> dict[str, Any]:
-    """The fields of a suite's summary; `changes` are settings that the benchmark has not. None: not known."""
+    """Fields of a suite's summary. `changes` are settings that the benchmark lacks. `comparable` None means unknown."""
     if facts is None:
         return {"comparable": False, "comparability": _no(OWN_WORDS), "benchmark": None}
     name, differs = f"{facts['repo']} {facts['version']}", facts["differs"]
@@ -76,8 +76,8 @@ def comparability(facts: Mapping[str, Any] | None, changes: Sequence[str] = ()) 
     elif data:
         comparable = None
         sentence = (
-            f"comparable with published numbers only if these are the published files, which could not be checked "
-            f"because no hash of them is known: {join_files(data)}; {said}"
+            f"comparable with published numbers only if these files are the published ones. This was not checked, "
+            f"because their hashes are not known: {join_files(data)}; {said}"
         )
     else:
         comparable, sentence = True, f"comparable with published numbers: {said}"
@@ -99,25 +99,25 @@ def hash_files(root: Path, names: Iterable[str]) -> dict[str, str]:
     for name in names:
         path = root / name
         if not path.is_file():
-            raise ConfigError(f"reference {root}: {name} is missing; give a complete clone of the public repository.")
+            raise ConfigError(f"reference {root}: {name} is missing; pass a complete clone of the public repository.")
         is_text = path.suffix in _TEXT_FILES
         found[name] = hash_text(path.read_bytes()) if is_text else digest_once(path)[:_HASH_LENGTH]
     return found
 
 
 def hash_text(text: str | bytes) -> str:
-    """Hash a text without regard to its line ends."""
+    """Hash a text, independent of its line endings."""
     plain = text.encode() if isinstance(text, str) else text
     return hashlib.sha256(plain.replace(b"\r\n", b"\n")).hexdigest()[:_HASH_LENGTH]
 
 
 def differing(files: Mapping[str, str], known: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
-    """Names of files whose hash is none of those known for the name."""
+    """Names of files whose hash is not among the known hashes."""
     return tuple(name for name, found in files.items() if found not in known.get(name, ()))
 
 
 def python_literals(path: Path) -> dict[str, list[Any]]:
-    """Every literal that a Python file assigns to a name, in the order of the file; the file is not run."""
+    """Literals that a Python file assigns to names, in file order. Does not run the file."""
     try:
         tree = ast.parse(path.read_text(encoding="utf-8"))
     except (OSError, SyntaxError, ValueError) as error:
@@ -129,12 +129,12 @@ def python_literals(path: Path) -> dict[str, list[Any]]:
         try:
             found.setdefault(node.targets[0].id, []).append(ast.literal_eval(node.value))
         except ValueError:
-            continue  # no literal
+            continue  # not a literal
     return found
 
 
 class PromptFile(Sequence[Question]):
-    """Questions of a JSONL file, read one at a time, because long ones do not fit in memory together."""
+    """Questions of a JSONL file. Reads one at a time, because all together may not fit in memory."""
 
     def __init__(self, path: Path, parse: Callable[[dict[str, Any]], Question]) -> None:
         self._path, self._parse = path, parse
@@ -156,15 +156,15 @@ class PromptFile(Sequence[Question]):
             return self._parse(json.loads(line))
         except (ValueError, KeyError, TypeError, IndexError) as error:
             raise DataError(
-                f"{self._path}, record {index + 1}: not a prompt of the benchmark ({type(error).__name__}: {error})."
+                f"{self._path}, record {index + 1}: not a prompt of this benchmark ({type(error).__name__}: {error})."
             ) from error
 
 
 def cut_prompt(asked: Question, tokenizer: Any, most: int, *, apart: bool) -> Question:
-    """Cut the middle out of a whole prompt of more than `most` tokens, as LongBench, LV-Eval and ∞Bench do.
+    """Cut the middle out of a prompt longer than `most` tokens, like LongBench, LV-Eval and ∞Bench.
 
-    What is kept is decoded from its tokens, its two halves `apart` or together, so a character that is split between
-    two tokens may change.
+    The result is decoded from the kept tokens. `apart` decodes the two halves separately. A character that is split
+    between two tokens may change.
     """
     ids = tokenizer(asked.context + asked.question + asked.prefix, verbose=False)["input_ids"]
     if len(ids) <= most:

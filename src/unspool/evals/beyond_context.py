@@ -1,4 +1,4 @@
-"""Questions that are longer than the context a model claims: which they are, and what is done with them."""
+"""Handle questions longer than the context that a model claims."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,21 +12,21 @@ from unspool.evals.suite import Cell
 from unspool.evals.suites import suite_of
 
 DONE: dict[str, str] = {
-    "ask": "asked anyway",
-    "skip": "not asked",
-    "truncate": "asked with the middle of the text cut out",
+    "ask": "run anyway",
+    "skip": "skipped",
+    "truncate": "run with the middle of the text cut out",
 }
 _OTHERS: dict[str, str] = {
-    "ask": "skip leaves them out, truncate cuts the middle of the text",
-    "skip": "truncate cuts the middle of the text, ask sends them as they are",
-    "truncate": "skip leaves them out, ask sends them as they are",
+    "ask": "skip omits them, truncate cuts the middle of the text",
+    "skip": "truncate cuts the middle of the text, ask runs them in full",
+    "truncate": "skip omits them, ask runs them in full",
 }
 
 
 def resolve(evals: Sequence[EvalConfig], backend: Backend) -> list[EvalConfig]:
-    """Give every entry with such questions its policy, and None to the others.
+    """Set the policy of every entry with such questions, and None for the other entries.
 
-    By default they are asked, since how a model extrapolates is worth knowing, but not on a server, which refuses them.
+    By default, local models run them, to measure extrapolation. Servers refuse them, so they are skipped there.
     """
     default: BeyondContext = "skip" if backend.kind == "openai" else "ask"
     context = backend.context_limit
@@ -40,13 +40,13 @@ def resolve(evals: Sequence[EvalConfig], backend: Backend) -> list[EvalConfig]:
     ):
         raise ConfigError(
             f"every question is longer than the model's context of {context.tokens} tokens ({context.source}), and "
-            "such questions are skipped; use shorter lengths, or --beyond-context truncate or ask."
+            "such questions are skipped; use shorter lengths, or `beyond_context` with truncate or ask."
         )
     return found
 
 
 def facts(evals: Sequence[EvalConfig], context: ContextLimit | None) -> dict[str, Any] | None:
-    """What summary.json says about such questions; None if there are none. `evals` come from `resolve`."""
+    """Entry of summary.json about such questions; None if there are none. `evals` come from `resolve`."""
     policies = {config.suite: config.beyond_context for config in evals if config.beyond_context is not None}
     if context is None or not policies:
         return None
@@ -54,7 +54,7 @@ def facts(evals: Sequence[EvalConfig], context: ContextLimit | None) -> dict[str
 
 
 def notice(found: Mapping[str, Any], questions: Mapping[int, int], total: int) -> str:
-    """The sentences printed before the first prompt; `questions` counts those beyond the context, by length."""
+    """Notice printed before the first prompt. `questions` counts questions beyond the context by length."""
     lengths = join_words([format_size(length) for length in questions])
     policies = list(dict.fromkeys(found["policies"].values()))
     done = join_words(
@@ -65,8 +65,8 @@ def notice(found: Mapping[str, Any], questions: Mapping[int, int], total: int) -
     )
     return (
         f"{sum(questions.values())} of {total} questions are longer than the model's context of {found['context']} "
-        f"tokens ({found['source']}): those at {lengths}. They are {done} and marked in the results; "
-        f"--beyond-context (in a recipe beyond_context): {_OTHERS[policies[0]]}"
+        f"tokens ({found['source']}), at lengths {lengths}. They are {done} and marked in the results. "
+        f"Other settings of `beyond_context`: {_OTHERS[policies[0]]}"
     )
 
 
@@ -75,12 +75,12 @@ def _suites(found: Mapping[str, Any], policy: str) -> list[str]:
 
 
 def mark_cells(cells: Sequence[Cell], found: Mapping[str, Any] | None) -> list[Cell]:
-    """Add `beyond_context` to cells of lengths, or of positions, beyond the context."""
+    """Add `beyond_context` to cells of lengths or positions beyond the context."""
     if found is None:
         return list(cells)
 
     def is_beyond(cell: Cell) -> bool:
-        # Losses are measured by position, and those inside the context do not depend on what follows.
+        # Losses are measured by position. Losses inside the context do not depend on later tokens.
         return cell["suite"] in found["policies"] and int(cell.get("to") or cell["length"]) > found["context"]
 
     return [{**cell, "beyond_context": found["policies"][cell["suite"]]} if is_beyond(cell) else cell for cell in cells]

@@ -1,4 +1,4 @@
-"""Base classes of the entries of a recipe's `evals`. Every suite has its own class, beside its code."""
+"""Base classes of the entries in a recipe's `evals`. Each suite defines its own class next to its code."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -17,7 +17,7 @@ BeyondContext = Literal["skip", "truncate", "ask"]
 
 
 class EvalConfig(Config):
-    """One entry of `evals`; `suite` decides which class it has."""
+    """One entry of `evals`. The key `suite` selects its class."""
 
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}  # settings of papers' protocols, by name
     suite: str = Field(description="Name of the suite.")
@@ -33,18 +33,18 @@ class EvalConfig(Config):
     )
 
     def asked_lengths(self, lengths: list[int], context: int | None) -> list[int]:
-        """The lengths whose questions are asked of a model with a context of so many tokens."""
+        """The lengths to run for a model with this context length."""
         if context is None or self.beyond_context != "skip":
             return lengths
         return [length for length in lengths if length <= context]
 
     def cut_to(self, context: int | None) -> int | None:
-        """Tokens that longer prompts are cut to; None if they are not cut."""
+        """Number of tokens to which longer prompts are cut; None if they are not cut."""
         return context if self.beyond_context == "truncate" else None
 
 
 class TaskEval(EvalConfig):
-    """Settings that all suites with tasks share."""
+    """Settings common to all suites with tasks."""
 
     preset: str | None = Field(
         None, description="Name of a paper's settings. Keys of this entry override the preset's."
@@ -128,9 +128,9 @@ class ReferenceEval(TaskEval):
         if not isinstance(data, dict) or data.get("reference") is None:
             return data
         if data.get("mode", "reference") != "reference":
-            raise ValueError("reference asks as the benchmark's own code does; leave mode out, or set mode: reference")
+            raise ValueError("reference follows the benchmark's own code; remove mode, or set mode: reference")
         if data.get("wording") is not None:
-            raise ValueError("reference and wording both give the words of tasks; keep one of them")
+            raise ValueError("reference and wording both set the wording of tasks; keep one of them")
         return {**data, "mode": "reference"}
 
 
@@ -145,7 +145,7 @@ class WordedEval(ReferenceEval):
 
 
 class _SuiteConfigs(FromRegistry):
-    """Looks an entry's class up by its suite, also of suites that are registered later."""
+    """Looks up an entry's class by its suite, including suites registered later."""
 
     def classes(self) -> tuple[type[EvalConfig], ...]:
         # Import late: suites import their base classes from here.
@@ -159,5 +159,5 @@ Eval = Annotated[EvalConfig, _BY_SUITE]
 
 
 def eval_adapter() -> TypeAdapter[Any]:
-    """Validates an entry by the config class of the suite that it names."""
+    """Validate an entry with the config class of its suite."""
     return _BY_SUITE.adapter()

@@ -16,14 +16,14 @@ from unspool.evals.summary import accuracy_cells
 @dataclass(frozen=True, kw_only=True)
 class ContextSuite(Suite):
     build: Callable[..., Prompt]
-    """From config and materials, and length, seed and index by name."""
+    """Arguments: config and materials, and the keywords length, seed and index."""
     questions_per_context: Callable[[Any], int]
     depths: Callable[[Any], list[float]] = lambda config: []
-    """The depth grid; empty where depth is not measured."""
+    """The depth grid; empty if depth is not measured."""
     labels_of: Callable[[Any, int], dict[str, Any]] = lambda config, index: {}
     """Further fields of the sample with this index, such as its wording."""
     cells_of: Callable[[Any, Sequence[Sample]], list[Cell]] | None = None
-    """Cells of the summary; by default one per length and one per depth."""
+    """Cells of the summary. Default: one per length and one per depth."""
 
     def plan(self, config: Any, inputs: PlanInputs) -> "PlannedContexts":
         return PlannedContexts(self, config, inputs)

@@ -1,4 +1,4 @@
-"""Everything that a run scores, in one fixed order."""
+"""All units of work of an evaluation, in a fixed order."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -16,9 +16,9 @@ from unspool.evals.suites import suite_of
 
 
 class EvalPlan:
-    """The units of all entries of `evals`; ConfigError if two entries score the same thing.
+    """The units of all entries of `evals`. Raises ConfigError if two entries score the same task and length.
 
-    Order and content depend on settings, text, tokenizer and seed only.
+    Order and content depend only on settings, text, tokenizer and seed.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class EvalPlan:
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens that the model has to read, counted by the requested lengths."""
+        """Tokens that the model reads, counted by the requested lengths."""
         return sum(unit.tokens for unit in self.units)
 
     @property
@@ -69,7 +69,7 @@ class EvalPlan:
 
     @property
     def beyond_context(self) -> dict[int, int]:
-        """Number of questions by length that are longer than the model's context, asked or not."""
+        """Number of questions beyond the model's context by length, whether run or skipped."""
         found: Counter[int] = Counter()
         for planned in self.evals:
             found.update(planned.beyond_context)
@@ -80,7 +80,7 @@ class EvalPlan:
             planned.check()
 
     def prompt_lines(self, *, skip: int = 0, cache: PromptCache | None = None) -> Iterator[PromptLine]:
-        """The lines of prompts.jsonl: every question of every suite that has tasks."""
+        """Lines of prompts.jsonl: every question of every suite with tasks."""
         return (planned.prompt_line(question, cache) for planned, question in self._questions[skip:])
 
     def group_questions(self, lines: Sequence[PromptLine], *, row_tokens: int) -> None:
@@ -100,7 +100,7 @@ def _check_distinct(evals: Sequence[EvalConfig]) -> None:
             for length in suite.lengths(config):
                 if (label, length) in seen:
                     raise ConfigError(
-                        f"evals: suite {label} at length {format_size(length)} is asked for twice, and their scores "
-                        "would be mixed. Keep one of them, or score the other into another folder."
+                        f"evals: suite {label} at length {format_size(length)} appears twice, and the scores "
+                        "would be mixed. Remove one of them, or score it into another folder."
                     )
                 seen.add((label, length))

@@ -1,4 +1,4 @@
-"""What an evaluation is asked to do, checked before anything is loaded. Imports no torch."""
+"""Check the request for an evaluation before anything is loaded. Imports no torch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ ENDPOINTS = ("auto", "completions", "text", "chat")
 DEFAULT_SUITES = ("niah", "key_value", "perplexity")
 DEFAULT_LENGTHS = (2048, 8192)
 SAMPLES = 20
-# Settings that suites take as they are.
+# Settings that are passed to suites unchanged.
 OF_SUITES = (
     *("preset", "text", "value", "mode", "chat", "paths", "wording", "answer_tokens", "beyond_context"),
     *("reference", "target_length", "reference_length"),
@@ -35,7 +35,7 @@ Length = int | str
 
 
 class EvalSettings(TypedDict, total=False):
-    """Settings of `unspool.evaluate` besides suite and lengths; each has a default."""
+    """Further settings of `unspool.evaluate`. Each has a default."""
 
     samples: int | None  # questions per suite (or task) and length, windows for perplexity; 20, short: all
     tasks: Sequence[str]  # of the suite; all by default
@@ -55,15 +55,15 @@ class EvalSettings(TypedDict, total=False):
     beyond_context: str | None  # questions longer than the model's context: skip, truncate or ask
     seed: int  # of the prompts
     device: str  # auto, cpu or cuda
-    processes: int  # that answer, one GPU each if there are enough
-    backend: str  # what answers: transformers, vllm, openai (any server) or a mock
+    processes: int  # number of processes; each uses its own GPU if there are enough
+    backend: str  # transformers, vllm, openai (any server) or a mock
     url: str | None  # address of the server, such as http://localhost:8000/v1
-    model_name: str | None  # of the model on the server
-    endpoint: str  # completions, text or chat; auto takes the first of these that the server answers
+    model_name: str | None  # name of the model on the server
+    endpoint: str  # completions, text or chat; auto uses the first one that the server supports
     requests: int  # concurrent requests to the server
-    timeout: float  # seconds to wait for an answer of the server
+    timeout: float  # seconds to wait for an answer from the server
     sandboxed: bool  # run code that the model writes (short: humaneval, mbpp)
-    budget: str | None  # time for finding the effective length, such as 90s, 10m or 2h
+    budget: str | None  # time to measure the effective length, such as 90s, 10m or 2h
     suite_settings: Mapping[str, Any]  # further keys of the suites' entries in a recipe, such as {"needles": 4}
 
 
@@ -72,11 +72,11 @@ class EvalRequest:
     """A checked evaluation."""
 
     model: str  # folder or Hub id
-    evals: list[EvalConfig]  # empty for `short` and where the effective length is to be found
+    evals: list[EvalConfig]  # empty for `short` and for measuring the effective length
     settings: EvalSettings
     rope: RopeOverride | None
     is_short: bool
-    is_look: bool  # neither suite nor lengths: find the effective length
+    is_look: bool  # True if neither suite nor lengths are given: measure the effective length
     named_suites: bool
 
     @property
@@ -84,7 +84,7 @@ class EvalRequest:
         return self.settings.get("seed", 0)
 
     def options(self) -> BackendOptions:
-        """The backend that answers; loads torch."""
+        """Options of the backend. Loads torch."""
         from unspool.models.extend import pick_device, pick_dtype
 
         given = self.settings
@@ -112,9 +112,9 @@ def check_request(
     *,
     may_look: bool = True,
 ) -> EvalRequest:
-    """Check everything that can be checked without a model; ConfigError in one sentence.
+    """Check everything that does not need a model. Raises ConfigError.
 
-    With `may_look`, neither suite nor lengths means: find the effective length.
+    With `may_look`, a request without suite and lengths measures the effective length.
     """
     given = dict(settings)
     for name in given:
@@ -128,35 +128,29 @@ def check_request(
         of_suites = ("tasks", "paths", "wording", "answer_tokens", "value", "preset", "beyond_context", "reference")
         for name in (*of_suites, "suite_settings"):
             if given.get(name):
-                option = {"paths": "path"}.get(name, name).replace("_", "-")
                 raise ConfigError(
-                    f"--{option} needs --suite or --lengths; without them, eval chooses the questions itself."
+                    f"`{name}` needs `suite` or `lengths`; without them, the evaluation chooses the questions itself."
                 )
     elif given.get("budget") is not None:
-        raise ConfigError("--budget is for eval without --suite and --lengths; set the work by --samples instead.")
+        raise ConfigError("`budget` works only without `suite` and `lengths`; use `samples` instead.")
     chosen = suites if suites is not None else list(DEFAULT_SUITES)
     wanted = list(lengths) if lengths else _preset_lengths(chosen, settings.get("preset"))
     override = rope_override(
         settings.get("rope"), settings.get("context"), None if is_short or is_look else parse_lengths(wanted)
     )
     backend = settings.get("backend", "transformers")
-    lookup(BACKENDS, backend, kind="--backend")
-    lookup({name: name for name in ENDPOINTS}, settings.get("endpoint", "auto"), kind="--endpoint")
+    lookup(BACKENDS, backend, kind="`backend`")
+    lookup({name: name for name in ENDPOINTS}, settings.get("endpoint", "auto"), kind="`endpoint`")
     beyond = settings.get("beyond_context")
     if beyond is not None:
-        lookup(DONE, beyond, kind="--beyond-context")
+        lookup(DONE, beyond, kind="`beyond_context`")
     if is_short and settings.get("processes", 1) > 1:
-        raise ConfigError(f"--suite {SHORT} runs lm-eval in one process; leave --processes out.")
+        raise ConfigError(f"`suite={SHORT!r}` runs lm-eval in one process; remove `processes`.")
     if is_short and backend not in SHORT_BACKENDS:
-        raise ConfigError(
-            f"--suite {SHORT} runs with --backend {' or '.join(SHORT_BACKENDS)} only; the backend here is {backend}."
-        )
+        raise ConfigError(f"`suite={SHORT!r}` supports only `backend` {' or '.join(SHORT_BACKENDS)}, not {backend}.")
     for name in ("beyond_context", "reference"):
         if is_short and given.get(name) is not None:
-            option = name.replace("_", "-")
-            raise ConfigError(
-                f"--{option} has no effect on --suite {SHORT}, which runs lm-eval's own tasks; leave it out."
-            )
+            raise ConfigError(f"`{name}` has no effect on `suite={SHORT!r}`, which runs lm-eval tasks; remove it.")
     options = {key: given.get(key) for key in OF_SUITES}
     options |= {"samples": settings.get("samples") or SAMPLES, "tasks": list(settings.get("tasks") or [])}
     options["suite_settings"] = dict(settings.get("suite_settings") or {})
@@ -173,42 +167,42 @@ def check_request(
 
 
 def chosen_evals(suites: Sequence[str], lengths: Sequence[Length], **options: Any) -> list[EvalConfig]:
-    """Build the entries of `evals` that the options stand for: every suite gets those that its config class has."""
+    """Build entries of `evals` from options. Every suite gets the options that its config class has."""
     names, sizes = list(dict.fromkeys(suites)), parse_lengths(lengths)
     if not names or not sizes:
-        raise ConfigError("eval needs at least one suite and one length, such as --suite niah --lengths 2K,8K.")
-    chosen = {name: lookup(SUITES, name, kind="--suite") for name in names}
+        raise ConfigError("give at least one suite and one length, such as `suite='niah', lengths=['2K', '8K']`.")
+    chosen = {name: lookup(SUITES, name, kind="`suite`") for name in names}
     with_tasks = [name for name, suite in chosen.items() if suite.tasks]
     if options.get("tasks") and len(with_tasks) != 1:
-        raise ConfigError(f"--tasks needs exactly one suite that has tasks: {', '.join(TASK_SUITES)} or {SHORT}.")
+        raise ConfigError(f"`tasks` needs exactly one suite with tasks: {', '.join(TASK_SUITES)} or {SHORT}.")
     for key in ("wording", "reference"):
         known = [name for name, suite in SUITES.items() if key in suite.config.model_fields]
         if options.get(key) and with_tasks not in [[name] for name in known]:
-            raise ConfigError(f"--{key} is for one suite at a time, of these: {', '.join(known)}.")
+            raise ConfigError(f"`{key}` needs exactly one suite, one of: {', '.join(known)}.")
     own = options.pop("suite_settings", {})
     _check_suite_settings(own, chosen)
     value = options.pop("value", None)
-    takers = lookup(_suites_by_value(), value, kind="--value") if value else []
+    takers = lookup(_suites_by_value(), value, kind="`value`") if value else []
     if value and not set(takers) & set(names):
         raise ConfigError(
-            f"--value {value} is for {' and '.join(sorted(takers))}; the suites here are {','.join(names)}."
+            f"`value={value!r}` works only with {' and '.join(sorted(takers))}, not with {', '.join(names)}."
         )
     return [_entry(name, sizes, options | ({"value": value} if name in takers else {}) | own) for name in names]
 
 
 def _check_suite_settings(own: Mapping[str, Any], suites: Mapping[str, Suite]) -> None:
-    """Refuse keys that none of the suites has, and those that options of their own set."""
+    """Refuse keys that no suite has, and keys that have their own option."""
     known = {key for suite in suites.values() for key in suite.config.model_fields}
     free = known - set(EvalSettings.__annotations__) - {"suite", "lengths", "length", "after"}
     for key in own:
         if key not in known:
-            raise ConfigError(f"suite_settings: {' and '.join(suites)} has no key {key!r}{did_you_mean(key, free)}")
+            raise ConfigError(f"`suite_settings`: {' and '.join(suites)} has no key {key!r}{did_you_mean(key, free)}")
         if key not in free:
-            raise ConfigError(f"suite_settings: {key!r} has an option of its own; use that.")
+            raise ConfigError(f"`suite_settings`: {key!r} is an argument of its own: `{key}`.")
 
 
 def _suites_by_value() -> dict[str, list[str]]:
-    """Which suites know which kind of --value."""
+    """Suites by supported `value`."""
     found: dict[str, list[str]] = {}
     for name, suite in SUITES.items():
         for value in _choices(suite.config, "value"):
@@ -217,7 +211,7 @@ def _suites_by_value() -> dict[str, list[str]]:
 
 
 def _choices(config: type[EvalConfig], key: str) -> tuple[str, ...]:
-    """The values that a key of a config class may have; none where it is missing or free."""
+    """Allowed values of a key of a config class; empty if the key is missing or free."""
     found = config.model_fields.get(key)
     return get_args(found.annotation) if found is not None and get_origin(found.annotation) is Literal else ()
 
@@ -227,51 +221,51 @@ def _entry(name: str, lengths: list[int], options: dict[str, Any]) -> EvalConfig
     for key, value in options.items():
         allowed = _choices(config, key)
         if allowed and value is not None and value not in allowed:
-            raise ConfigError(f"--{key} {value!r} is not known; use {', '.join(allowed)}.")
-    # A suite with one length measures at all positions up to it.
+            raise ConfigError(f"`{key}` {value!r} is not known; use {', '.join(allowed)}.")
+    # A suite with a single length measures all positions up to that length.
     known = {"lengths": lengths, "length": lengths[-1], **options}
-    # What is not given is left to the preset or the default.
+    # Missing options keep the preset's value or the default.
     given = {key: value for key, value in known.items() if key in config.model_fields and value not in (None, [], {})}
     if known.get("preset") and "preset" not in config.model_fields:
-        raise ConfigError(f"--preset: the suite {name} has none.")
+        raise ConfigError(f"`preset`: suite {name} has no presets.")
     try:
         return config.model_validate({"suite": name, **given})
     except ValidationError as error:
         found = [problem["msg"].removeprefix("Value error, ") for problem in error.errors()]
-        raise ConfigError(f"--suite {name}: {'; '.join(found)}.") from error
+        raise ConfigError(f"`suite={name!r}`: {'; '.join(found)}.") from error
 
 
 def _preset_lengths(suites: Sequence[str], preset: str | None) -> list[Length]:
-    """The lengths of a preset, of which one suite at a time can have one; else the default."""
+    """Lengths of the preset (for one suite at a time), else the default."""
     if preset is not None and len(suites) != 1:
-        raise ConfigError("--preset is for one suite at a time; name it with --suite, such as --suite lveval.")
+        raise ConfigError("`preset` needs exactly one suite, such as `suite='lveval'`.")
     known = SUITES[suites[0]].config.presets if preset and suites[0] in SUITES else {}
     return list(known.get(preset or "", {}).get("lengths", [])) or list(DEFAULT_LENGTHS)
 
 
 def parse_lengths(lengths: Sequence[Length]) -> list[int]:
-    return sorted({_length(length, "--lengths") for length in lengths})
+    return sorted({_length(length, "lengths") for length in lengths})
 
 
-def _length(length: Length, option: str) -> int:
+def _length(length: Length, argument: str) -> int:
     try:
         return parse_size(length)
     except ValueError as error:
-        raise ConfigError(f"{option} {str(length).strip()!r}: {error}.") from error
+        raise ConfigError(f"`{argument}` {str(length).strip()!r}: {error}.") from error
 
 
 def rope_override(
     rope: RopeMethod | None, context: Length | None, lengths: Sequence[int] | None
 ) -> RopeOverride | None:
-    """`rope` with the context length that it shall reach: `context`, or the longest of `lengths`."""
+    """Return `rope` with its target context length: `context`, or the longest of `lengths`."""
     if rope is None:
         if context is not None:
-            raise ConfigError("--context is the length that --rope shall reach; give --rope too, such as yarn.")
+            raise ConfigError("`context` sets the target length of `rope`; also pass `rope`, such as yarn.")
         return None
     if context is not None:
-        reach = _length(context, "--context")
+        reach = _length(context, "context")
     elif lengths is not None:
         reach = max(lengths, default=0)
     else:
-        raise ConfigError("without --lengths, --rope needs the context length to reach: --context 32K.")
+        raise ConfigError("without `lengths`, `rope` needs a target context length, such as `context='32K'`.")
     return RopeOverride(rope=rope, context_length=reach)

@@ -1,7 +1,7 @@
-"""Fill a prompt up to its length, and never beyond.
+"""Fill a prompt up to its length, never beyond.
 
-Context, question, prefix, overhead and room for the answer never exceed the length. The number of trials is bounded at
-any length, and a length that cannot hold the task raises a ConfigError.
+Context, question, prefix, chat template and answer tokens never exceed the length. The number of trials is bounded at
+any length. If the task does not fit a length, a ConfigError is raised.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,17 +13,17 @@ from unspool.data.tokenize.encoder import Encoder, build_encoder, choose_route
 from unspool.evals.prompts import encode
 from unspool.evals.suite import Ask, Question
 
-# Each trial corrects the error of the one before; two are nearly always enough.
+# Each trial corrects the error of the previous one. Two are nearly always enough.
 MAX_TRIALS = 12
-# Trials without a change after which the task has no more text.
+# After this many trials without a change, the task has no more text.
 MAX_IDLE = 3
-# Neighboring budgets that are tried when whole pieces leave more than 1% unused.
+# Neighboring budgets to try if whole pieces leave more than 1% unused.
 MAX_NEIGHBORS = 10
 _CACHED_PIECES = 1 << 18
 
 
 class Meter:
-    """Counts the tokens of texts, by the fastest encoder that agrees with the tokenizer."""
+    """Counts tokens with the fastest encoder that agrees with the tokenizer."""
 
     def __init__(self, tokenizer: Any, sample: Sequence[str]) -> None:
         self._tokenizer = tokenizer
@@ -31,7 +31,7 @@ class Meter:
         try:
             self._encoder = choose_route(build_encoder(tokenizer), [text for text in sample if text])
         except (ConfigError, AttributeError):
-            # No EOS token, or a tokenizer written in Python, which counts slowly.
+            # No EOS token, or a slow Python tokenizer.
             self._encoder = None
         self.piece = lru_cache(_CACHED_PIECES)(self.count)  # for texts that repeat, such as passages
         # Tokens of an empty line between two texts.
@@ -43,12 +43,12 @@ class Meter:
         return len(self._encoder.encode_plain([text])[0])
 
     def whole(self, asked: Question) -> int:
-        """Count a prompt's tokens, encoded as one text or with the context apart, whichever is more."""
+        """Token count of a prompt: the maximum of encoding it as one text and with a separate context."""
         rest = asked.question + asked.prefix
         return max(self.count(asked.context + rest), self.count(asked.context) + self.count(rest))
 
     def clip(self, text: str, budget: int, *, keep: int = 0) -> str:
-        """Cut a text to as many whole words as the budget allows; nothing if only the first `keep` words are left."""
+        """Cut a text to as many whole words as fit. Returns "" if only the first `keep` words fit."""
         words = text.split(" ")
         low, high = 0, len(words)
         while low < high:
@@ -58,7 +58,7 @@ class Meter:
         return " ".join(words[:low]) if low > keep else ""
 
     def take(self, pieces: Iterable[str], budget: int, *, between: int = 0, keep: int = 0) -> list[str]:
-        """Take pieces up to the budget, the last one cut; `between` tokens are counted for each join."""
+        """Take pieces up to the budget and cut the last one. Each join counts `between` tokens."""
         taken: list[str] = []
         for piece in pieces:
             size = self.piece(piece) + between
@@ -69,7 +69,7 @@ class Meter:
         return taken
 
     def _with_rest(self, taken: list[str], piece: str, budget: int, keep: int) -> list[str]:
-        """Add what fits of the next piece; where that is less than its head, halve the last piece taken."""
+        """Add the part of the next piece that fits. If not even its head fits, halve the last piece taken."""
         rest = self.clip(piece, budget, keep=keep)
         if rest:
             return [*taken, rest]
@@ -82,7 +82,7 @@ class Meter:
 
 
 class Remembered:
-    """Texts that are generated on first use and can be iterated again."""
+    """Iterable of texts that are generated once and remembered."""
 
     def __init__(self, texts: Iterable[str]) -> None:
         self._rest = iter(texts)
@@ -96,18 +96,18 @@ class Remembered:
 
 
 def room(ask: Ask, answer_tokens: int) -> int:
-    """Tokens left for context, question and prefix."""
+    """Tokens available for context, question and prefix."""
     return ask.length - ask.overhead - answer_tokens
 
 
 def fill(build: Callable[[int], Question], meter: Meter, limit: int, *, what: str, length: int) -> Question:
     """Build the longest question whose prompt stays within `limit` tokens.
 
-    `build` makes a question from a budget of tokens, which its prompt may miss by a little.
+    `build` makes a question from a token budget. Its prompt may miss the budget slightly.
     """
     close = max(3, length // 300)
     best: tuple[int, Question] | None = None
-    # The greatest budget known to fit and the least known not to; more budget hardly ever gives a shorter prompt.
+    # Largest budget that fits and smallest that does not. A larger budget almost never gives a shorter prompt.
     budget, fits, exceeds = max(0, limit), -1, 2 * max(0, limit) + 2
     last, idle = -1, 0
     for _ in range(MAX_TRIALS):
@@ -117,13 +117,13 @@ def fill(build: Callable[[int], Question], meter: Meter, limit: int, *, what: st
             best = total, asked
         fits, exceeds = (budget, exceeds) if total <= limit else (fits, budget)
         idle = idle + 1 if total == last else 0
-        # Close enough, or no budget between the two, or the task has no more text.
+        # Stop if close enough, if no budget is between the two, or if the task has no more text.
         if 0 <= limit - total <= close or exceeds - fits <= 1 or (idle == MAX_IDLE and total <= limit):
             break
         budget, last = budget + limit - total, total
         if not fits < budget < exceeds:
             budget = (fits + exceeds) // 2
-    # Whole pieces may leave tokens unused that a neighboring budget would use.
+    # Whole pieces may leave tokens unused. A neighboring budget may use them.
     if best is not None and last >= 0 and limit - best[0] > length // 100 and idle < MAX_IDLE:
         for budget in [near for step in range(1, MAX_NEIGHBORS) for near in (fits + step, fits - step)]:
             asked = build(budget)
@@ -136,14 +136,14 @@ def fill(build: Callable[[int], Question], meter: Meter, limit: int, *, what: st
         best = (total, shortest) if total <= limit else None
     if best is None:
         raise ConfigError(
-            f"{what}: length {length} is too short: with this tokenizer the shortest such prompt needs "
-            f"{meter.whole(build(0)) + length - limit} tokens, its answer included. Use a greater length."
+            f"{what}: length {length} is too short: with this tokenizer, the shortest prompt needs "
+            f"{meter.whole(build(0)) + length - limit} tokens, including its answer. Use a larger length."
         )
     return best[1]
 
 
 def spread(index: int, start: float) -> float:
-    """A depth from 0 to 1; consecutive indices cover the range evenly (van der Corput sequence)."""
+    """A depth in [0, 1]. Consecutive indices cover the range evenly (van der Corput sequence)."""
     place, step = 0.0, 0.5
     while index:
         index, bit = divmod(index, 2)

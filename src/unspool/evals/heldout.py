@@ -1,4 +1,4 @@
-"""Held-out text for haystacks and token losses: the user's files, or the shipped book."""
+"""Held-out text for haystacks and token losses: the user's files, or the bundled book."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,16 +14,16 @@ from unspool.data.sources.jsonl import text_or_jsonl
 from unspool.evals.backends.base import TOKEN_IDS, PromptForm
 
 SHIPPED = "assets/demo/heldout.jsonl.zst"
-# More than the average token of any language we know of, so that enough text is read.
+# Higher than the average of any language we know, so that enough text is read.
 CHARS_PER_TOKEN = 8
-# Reading less than this saves no time.
+# Reading less saves no time.
 MIN_CHARS = 4_000_000
 
 
 class Heldout(NamedTuple):
     """A request for held-out text."""
 
-    text: str | None  # files as a recipe names them; None: the shipped book
+    text: str | None  # files, as named in a recipe; None: the bundled book
     tokens: int
 
 
@@ -32,7 +32,7 @@ def heldout_source(text: str | None) -> FileSource:
 
 
 def heldout_files(text: str | None, root: Path) -> list[Path]:
-    """List the files; ConfigError if there are none."""
+    """List the files. Raises ConfigError if there are none."""
     return heldout_source(text).units(root)
 
 
@@ -41,7 +41,7 @@ def heldout_digest(text: str | None, root: Path) -> dict[str, str]:
 
 
 def heldout_documents(text: str | None, root: Path, *, tokens: int) -> list[str]:
-    """Read documents, in file order, with text for at least `tokens` tokens, or all there are."""
+    """Read documents in file order until there is text for `tokens` tokens, or until the end."""
     documents: list[str] = []
     missing = max(MIN_CHARS, tokens * CHARS_PER_TOKEN)
     for document in read_strictly(heldout_source(text), heldout_files(text, root)):
@@ -54,7 +54,7 @@ def heldout_documents(text: str | None, root: Path, *, tokens: int) -> list[str]
 
 @dataclass(frozen=True, kw_only=True)
 class Materials:
-    """What generated prompts are made of."""
+    """Materials of generated prompts."""
 
     tokenizer: Any
     words: list[str] = field(repr=False)
@@ -64,18 +64,18 @@ class Materials:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanInputs:
-    """What all entries of a plan share."""
+    """Inputs common to all entries of a plan."""
 
     tokenizer: Any
     seed: int
     root: Path
-    """Folder that relative paths start from."""
+    """Base folder of relative paths."""
     heldout_tokens: Mapping[str | None, int] = field(default_factory=dict)
-    """By text: the most tokens that any entry needs. The entries share documents, which decide their prompts."""
+    """By text: the maximum of tokens that any entry needs. Entries share documents, which determine the prompts."""
     form: PromptForm = TOKEN_IDS
 
     context: int | None = None
-    """Tokens that the model's context has; None where it is not known."""
+    """Context length of the model; None if unknown."""
 
     @cached_property
     def words(self) -> list[str]:

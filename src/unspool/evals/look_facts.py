@@ -1,4 +1,4 @@
-"""What one look at a model found: scores by length, its effective length, and a sentence that says so."""
+"""Results of an effective-length measurement: scores by length, effective length, and a summary sentence."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -13,9 +13,9 @@ from unspool.evals.summary import combined
 
 Stop = Literal["context", "collapse", "budget", "refusal", "low score"]
 TASK_TITLES = {"niah": "needle", "key_value": "key-value", "vt": "variable tracing"}
-# A task whose score at the shortest length may be below this shows nothing about longer ones.
+# A task with a lower score at the shortest length says nothing about longer lengths.
 MIN_SCORE = 0.1
-# The score has collapsed where it is surely below this share of the score at the shortest length.
+# The score has collapsed if its interval is below this share of the score at the shortest length.
 HALF = 0.5
 
 
@@ -30,7 +30,7 @@ def task_cell(samples: Sequence[Sample]) -> Cell:
 
 
 def length_rows(samples: Sequence[Sample], tasks: Sequence[str]) -> list[dict[str, Any]]:
-    """Scores by length, of lengths at which every task has an answer: the mean over tasks, and each task."""
+    """Mean over tasks and score of each task, for lengths at which every task has an answer."""
     found = []
     for length in sorted({sample["length"] for sample in samples}):
         here = {
@@ -44,7 +44,7 @@ def length_rows(samples: Sequence[Sample], tasks: Sequence[str]) -> list[dict[st
 
 
 def has_collapsed(rows: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether the score at the last length is surely below half of that at the first."""
+    """True if the interval at the last length is below half of the score at the first."""
     return len(rows) > 1 and bool(rows[-1]["high"] < HALF * rows[0]["value"])
 
 
@@ -62,12 +62,12 @@ def look_facts(
     seconds: float,
     needed: float | None,
 ) -> dict[str, Any]:
-    """The facts for `--json`, the page and the terminal.
+    """Results for `--json`, the page and the terminal.
 
-    `tasks` are those that the model can do at the shortest length, `lengths` all that were planned, and `needed` the
-    predicted seconds for the first length that did not fit the budget.
+    `tasks` are the tasks that the model can do at the shortest length. `lengths` are all planned lengths. `needed` is
+    the predicted number of seconds for the first length that did not fit the budget.
     """
-    # A model that can do none of the tasks is shown with all that were asked.
+    # If the model can do no task, show all tasks that were run.
     rows = length_rows(samples, tasks or list(dict.fromkeys(task_name(sample) for sample in samples)))
     by_length = {
         row["length"]: {
@@ -104,21 +104,21 @@ def _sentence(model: str, facts: Mapping[str, Any]) -> str:
     rows, found = facts["lengths"], facts["effective_length"]
     if not rows:
         return (
-            f"The budget of {format_duration(facts['budget'])} ended before {model} had answered one question of each "
-            "task: no effective length can be stated."
+            f"The budget of {format_duration(facts['budget'])} ended before {model} answered one question of each "
+            "task. The effective length was not determined."
         )
     first = rows[0]
     if not facts["tasks"]:
         right = round(first["value"] * first["n"])
         few = "none" if right == 0 else f"too few (about {right})"
         return (
-            f"{model} answers {few} of these {first['n']} questions even at {format_size(first['length'])} tokens: no "
-            "effective length can be stated."
+            f"{model} answers {few} of {first['n']} questions correctly even at {format_size(first['length'])} tokens. "
+            "The effective length was not determined."
         )
     basis = f"its score at {format_size(first['length'])} ({format_percent(first['value'])}, n = {first['n']})"
     claimed = f" of {_tokens(facts['context']['tokens'])} claimed" if facts["context"] else ""
     if found is None:
-        return f"{model} was asked at one length only, {basis}: no effective length can be stated."
+        return f"{model} was tested at only one length, {basis}. The effective length was not determined."
     value = f"at least {format_size(found['value'])}" if facts["at_least"] else format_size(found["value"])
     high = format_size(found["high"]) + (" or more" if facts["high_is_open"] else "")
     return (
@@ -132,10 +132,10 @@ def _tokens(count: int) -> str:
 
 
 def _notes(facts: Mapping[str, Any]) -> list[str]:
-    """What was left out, and why."""
+    """Skipped tasks and lengths, with reasons."""
     notes = [f"{TASK_TITLES.get(task, task)}: {reason}" for task, reason in facts["left_out_tasks"].items()]
     if facts["context"] is None:
-        notes.append("the model's claimed context is not known: neither a config nor the server gives it")
+        notes.append("the model's claimed context is unknown: neither a config nor the server reports it")
     lengths = facts["not_asked"]
     if not lengths:
         return notes
@@ -144,11 +144,11 @@ def _notes(facts: Mapping[str, Any]) -> list[str]:
     else:
         shown = join_words([format_size(length) for length in lengths])
     if facts["stop"] == "collapse":
-        notes.append(f"{shown} not asked: the score is below half of that at the shortest length")
+        notes.append(f"{shown} not tested: the score fell below half of the score at the shortest length")
     elif facts["stop"] == "refusal":
-        notes.append(f"{shown} not asked: the server refused the first prompt of such a length ({facts['refusal']})")
+        notes.append(f"{shown} not tested: the server refused the first prompt of this length ({facts['refusal']})")
     elif facts["stop"] == "budget":
         needed = facts["needed_seconds"]
-        more = f"; {format_size(lengths[0])} would take about {format_duration(needed)} more" if needed else ""
-        notes.append(f"{shown} not asked: the budget of {format_duration(facts['budget'])} was used up{more}")
+        more = f"; {format_size(lengths[0])} needs about {format_duration(needed)} more" if needed else ""
+        notes.append(f"{shown} not tested: the budget of {format_duration(facts['budget'])} was used up{more}")
     return notes

@@ -1,8 +1,8 @@
-"""How long is this model's context really? A few tasks at doubling lengths, within a time budget.
+"""Measure a model's effective context length: a few tasks at doubling lengths, within a time budget.
 
-From the shortest length on, every length gets a first round of questions, until the model's claimed context is reached,
-the score has collapsed, or the time would not suffice. The time that is left goes into further rounds at all these
-lengths. Answers are stored as they arrive: a killed run continues, and a greater budget adds to what is there.
+Every length gets a first round of questions, starting at the shortest. This stops at the model's claimed context, when
+the score collapses, or when time runs short. The remaining time goes into further rounds at all tested lengths. Answers
+are stored as they arrive: a killed run resumes, and a larger budget adds to the stored answers.
 """
 
 import json
@@ -42,26 +42,26 @@ from unspool.evals.suites import suite_of
 
 logger = logging.getLogger(__name__)
 
-# Questions per task and length, if the time suffices.
+# Questions per task and length, if there is enough time.
 MAX_SAMPLES = 40
-# Questions of one round: niah has five depths, key_value four questions per object.
+# Questions per round: niah has five depths, key_value four questions per object.
 ROUND = {"niah": 5, "key_value": 4, "ruler": 3}
-# The score at the shortest length is what all others are compared with.
+# More rounds at the shortest length, because all other scores are compared with it.
 FIRST_ROUNDS = 4
 MAX_ROUNDS = -(-MAX_SAMPLES // min(ROUND.values()))
 SHORTEST, LEAST = 512, 64
-# Where neither a config nor the server gives the context.
+# Used if neither a config nor the server reports the context.
 UNKNOWN_CONTEXT = 1 << 20
-# A token of a context twice as long takes 2 ** GROWTH times as long, until two lengths were measured.
+# Time per token grows by 2 ** GROWTH when the context doubles. Used until two lengths are measured.
 GROWTH = 0.4
-# Of rows on a GPU; a row is asked whole, so it must not take long.
+# Row size on a GPU. A row runs as a whole, so it must be short.
 LOOK_ROW_TOKENS = 1 << 17
 Key = tuple[str, int, int]
 """Task, length and index of a unit."""
 
 
 def look_lengths(context: int | None) -> list[int]:
-    """Doubling lengths up to the claimed context, which is the last of them."""
+    """Doubling lengths, ending at the claimed context."""
     end = context or UNKNOWN_CONTEXT
     start = SHORTEST
     while start > LEAST and start > end // 8:
@@ -73,9 +73,9 @@ def look_lengths(context: int | None) -> list[int]:
 
 
 def look_evals(lengths: Sequence[int], *, samples: int = MAX_SAMPLES, text: str | None = None) -> list[EvalConfig]:
-    """A fact in prose, a value among many of its kind, and a chain of assignments: base and chat models can do these.
+    """The tasks: a fact in prose, a value of a long JSON object, a chain of assignments. Base models can do them.
 
-    Words are asked for, since small models recall a word long before seven digits.
+    The needles are words, because small models recall words much better than seven digits.
     """
     shared = {"lengths": list(lengths), "samples": samples}
     entries: list[dict[str, Any]] = [
@@ -87,7 +87,7 @@ def look_evals(lengths: Sequence[int], *, samples: int = MAX_SAMPLES, text: str 
 
 
 class OneLook:
-    """One search within `budget` seconds, counted over all runs into the same folder.
+    """One measurement within `budget` seconds, summed over all runs with the same folder.
 
     `scoring.evals` come from `look_evals`.
     """
@@ -98,7 +98,7 @@ class OneLook:
         self.scoring, self.backend, self.budget, self.clock = scoring, backend, budget, clock
         self.lengths: list[int] = scoring.evals[0].lengths  # type: ignore[attr-defined]
         self.tasks: dict[str, PlannedEval] = {}
-        self.left_out: dict[str, str] = {}  # task: why
+        self.left_out: dict[str, str] = {}  # task: reason
         self.answered: dict[Key, list[Sample]] = {}
         self.stop: Stop = "context"
         self.refusal = ""
@@ -108,7 +108,7 @@ class OneLook:
         self._before = 0.0  # seconds of earlier runs
 
     def run(self) -> dict[str, Any]:
-        """Ask, and return the content of summary.json."""
+        """Run the measurement and return the content of summary.json."""
         identity = scoring_identity(self.scoring, self.backend, None)
         out_dir = self.scoring.out_dir
         work_dir = out_dir.with_name(out_dir.name + ".work")
@@ -118,7 +118,7 @@ class OneLook:
             open_work(work_dir, digest(identity), key_file=PLAN, label=label, describe=describe_work)
             path = work_dir / SAMPLES
             kept = intact_lines(path)
-            if is_published and not kept:  # a greater budget adds to what is there
+            if is_published and not kept:  # a larger budget adds to the stored answers
                 kept = [line + b"\n" for line in (out_dir / SAMPLES).read_bytes().split(b"\n") if line]
             self._plan()
             self._restore([json.loads(line) for line in kept])
@@ -143,7 +143,7 @@ class OneLook:
         if self.backend.packs_contexts and self.backend.row_tokens > ROW_TOKENS:
             plan.pack_contexts(min(self.backend.row_tokens, LOOK_ROW_TOKENS))
         self.backend.planned_tokens = plan.prompt_tokens
-        # The first length at which needles fit; a model with a context of 256 may need more than the shortest.
+        # Start at the first length that fits needles. With a context of 256, the shortest may be too short.
         needles = plan.evals[0]
         while len(self.lengths) > 1 and not _fits(needles, self.lengths[0]):
             self.lengths = self.lengths[1:]
@@ -152,11 +152,11 @@ class OneLook:
             if _fits(planned, self.lengths[0]):
                 self.tasks[name] = planned
             else:
-                self.left_out[name] = f"does not fit {format_size(self.lengths[0])} tokens, the shortest length"
+                self.left_out[name] = f"does not fit the shortest length, {format_size(self.lengths[0])} tokens"
         if not self.tasks:
             raise ConfigError(
-                f"no question fits {self.lengths[0]} tokens, the shortest length; the model's context is too short. "
-                "Choose suites and lengths: --suite niah --lengths LENGTH."
+                f"no question fits the shortest length, {self.lengths[0]} tokens; the model's context is too short. "
+                "Choose a suite and lengths yourself: `suite='niah', lengths=LENGTH`."
             )
         self._units = {_key(unit): unit for planned in self.tasks.values() for unit in planned.units}
 
@@ -170,7 +170,7 @@ class OneLook:
         self._before = sum(map(_seconds, self.answered.values()))
         self._deadline = self._start + self.budget - self._before
         if self.answered:
-            logger.info(f"{len(self._samples)} questions were answered before, in {format_duration(self._before)}")
+            logger.info(f"{len(self._samples)} questions were already answered in {format_duration(self._before)}")
 
     @property
     def _samples(self) -> list[Sample]:
@@ -207,16 +207,16 @@ class OneLook:
                 self._ask(length, rounds, file, advance)
 
     def _leave_out_hopeless(self) -> None:
-        """Tasks that the model cannot do at the shortest length cannot show a loss at longer ones."""
+        """Remove tasks that the model fails at the shortest length: they cannot get worse with length."""
         for name in list(self.tasks):
             rows = length_rows(self._samples, [name])
             if rows and rows[0]["low"] < MIN_SCORE:
                 score = f"{format_percent(rows[0]['value'])} of {rows[0]['n']} questions"
-                self.left_out[name] = f"{score} at {format_size(rows[0]['length'])}, too few to show a loss with length"
+                self.left_out[name] = f"{score} at {format_size(rows[0]['length'])}; too low to measure a drop"
                 del self.tasks[name]
 
     def _missing(self, length: int, rounds: int) -> list[Unit]:
-        """Units of the first `rounds` rounds that are not answered, alternating between tasks."""
+        """Unanswered units of the first `rounds` rounds, alternating between tasks."""
         by_task = []
         for planned in self.tasks.values():
             wanted = rounds * ROUND[planned.suite.name]
@@ -230,7 +230,7 @@ class OneLook:
         return [unit for row in zip_longest(*by_task) for unit in row if unit is not None]
 
     def _ask(self, length: int, rounds: int, file: CheckedLines, advance: Advance) -> bool:
-        """Ask what is missing of the first `rounds` rounds; False if there was no time for all of it."""
+        """Run the missing units of the first `rounds` rounds. Returns False if time ran out."""
         units = self._missing(length, rounds)
         needed = self._pace(length) * sum(unit.tokens for unit in units)
         if units and self.answered and length != self.lengths[0] and self.clock() + needed > self._deadline:
@@ -303,7 +303,7 @@ def _task(unit: Unit) -> str:
 
 
 def _fits(planned: PlannedEval, length: int) -> bool:
-    """Whether questions of this length can be built; all are tried where some may just not fit."""
+    """True if all questions of this length can be built."""
     units = [unit for unit in planned.units if unit.length == length]
     try:
         for unit in units if length < SHORTEST // 2 else units[:1]:
@@ -326,7 +326,7 @@ def _line(sample: Sample) -> bytes:
 
 
 def default_folder(name: str, model_hash: str) -> Path:
-    """`scores/NAME`; with a part of the hash where another model of this name has been scored."""
+    """`scores/NAME`, plus part of the hash if another model of that name has scores."""
     folder = Path("scores") / name.replace("/", "-")
     inputs = (read_manifest(folder) or {}).get("inputs")
     is_other = folder.exists() and (not isinstance(inputs, dict) or inputs.get("model") != model_hash)

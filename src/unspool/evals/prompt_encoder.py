@@ -1,7 +1,7 @@
-"""From questions to what a backend is sent: token ids, text, or chat messages.
+"""Encode questions for a backend: as token ids, text or chat messages.
 
-A local model and the completions endpoint get ids. The text endpoint gets the text of the same prompt, chat template
-included. The chat endpoint gets messages, and the server applies its own template.
+Local models and the completions endpoint get token ids. The text endpoint gets the text of the same prompt, including
+the chat template. The chat endpoint gets messages, and the server applies its own template.
 """
 
 from dataclasses import dataclass, replace
@@ -30,19 +30,19 @@ from unspool.evals.prompts import (
 from unspool.evals.suite import Question, Task
 
 Chat = Literal["auto", "on", "off"]
-# Stands for the user's text while a template is split; no template and no tokenizer has a meaning for it.
+# Placeholder for the user's text while a template is split. It has no meaning for templates or tokenizers.
 _PLACEHOLDER = "UNSPOOLWORDS"
-# Tokens at the borders of a template may be merged differently around another text.
+# Tokens at the borders of a template may merge differently with other text.
 _BORDERS = 2
-# Asks for an answer prefix that cannot be prefilled.
+# Requests an answer prefix that cannot be prefilled.
 BEGIN_WITH = "\n\nBegin your answer with: "
-# More room for an answer that has to write its prefix, and may say more than what was asked for.
+# Extra answer tokens for a model that writes its prefix itself and may add words.
 SENTENCE_TOKENS = 64
 
 
 @dataclass(frozen=True)
 class PromptEncoder:
-    """Turns questions into what a backend is sent, through a chat template or without it."""
+    """Encodes questions for a backend, with or without a chat template."""
 
     tokenizer: Any
     form: PromptForm = TOKEN_IDS
@@ -57,7 +57,7 @@ class PromptEncoder:
 
     @property
     def asks_for_prefix(self) -> bool:
-        """Whether answers have to write their prefix, because no message can be prefilled."""
+        """True if the model must write the answer prefix, because messages cannot be prefilled."""
         return self.sends_messages and self.form.prefill is None
 
     @property
@@ -66,7 +66,7 @@ class PromptEncoder:
 
     @property
     def template_tokens(self) -> int:
-        """Tokens that the server adds to a message; they are not part of `ids`."""
+        """Tokens that the server adds to a message. `ids` does not contain them."""
         return self.form.template_tokens if self.sends_messages else 0
 
     def uses_chat(self, task: Task, chat: Chat) -> bool:
@@ -74,19 +74,19 @@ class PromptEncoder:
             if chat == "off":
                 raise ConfigError(
                     "chat: off, but the chat endpoint always applies the server's template; use chat: auto, or "
-                    "--endpoint text."
+                    "`endpoint='text'`."
                 )
             return True
         if chat == "on" and not self.has_template:
-            raise ConfigError("chat: on, but this model's tokenizer has no chat template; use chat: off or auto.")
+            raise ConfigError("chat: on, but the model's tokenizer has no chat template; use chat: off or auto.")
         return chat == "on" or (chat == "auto" and task.chat and self.has_template)
 
     def match(self, match: Match) -> Match:
-        """How an answer is compared that may be a whole sentence."""
+        """How to compare an answer that may be a whole sentence."""
         return "mentions" if self.asks_for_prefix else match
 
     def overhead(self, *, chat: bool) -> int:
-        """Count the tokens around the text."""
+        """Number of tokens around the text."""
         if self.sends_messages:
             return self.template_tokens + _BORDERS + len(encode(self.tokenizer, BEGIN_WITH)) * self.asks_for_prefix
         if not chat:
@@ -95,17 +95,17 @@ class PromptEncoder:
         return len(self._with_special(head)) + len(self._with_special(tail)) + _BORDERS
 
     def ending(self, asked: Question) -> str:
-        """What follows after the context, as far as it is sent."""
+        """The text after the context, as sent."""
         if self.asks_for_prefix and asked.prefix.strip():
             return f"{asked.question.rstrip()}{BEGIN_WITH}{asked.prefix.strip()}"
         return asked.question + asked.prefix
 
     def ending_ids(self, asked: Question) -> np.ndarray:
-        """The tokens of a question after a context that ends in a newline."""
+        """Token ids of a question that follows a context ending in a newline."""
         return encode_after_newline(self.tokenizer, self.ending(asked))
 
     def after_context(self, asked: Question) -> PromptQuestion:
-        """A question without a chat template of ours, after the tokens of its context."""
+        """Encode a question after the tokens of its context, without a chat template."""
         (reference,) = asked.references
         return PromptQuestion(
             ids=self.ending_ids(asked),
@@ -116,13 +116,13 @@ class PromptEncoder:
         )
 
     def cut(self, prompt: Prompt, limit: int) -> Prompt:
-        """Cut the middle out of a context, as `cut_context` does, also out of the text that is sent."""
+        """Cut the middle out of a context like `cut_context`, also in the text that is sent."""
         shorter, excess = cut_context(prompt, limit), prompt.tokens - limit
         if excess <= 0 or prompt.questions[0].payload is None:
             return shorter
         questions, ids = [], shorter.context_ids
         for question in shorter.questions:
-            assert question.text is not None, "what is sent is made from it"
+            assert question.text is not None, "the sent text is built from it"
             asked, ids = cut_middle(
                 self.tokenizer,
                 question.text.question.context,
@@ -137,7 +137,7 @@ class PromptEncoder:
         return replace(shorter, context_ids=np.concatenate([self.opening, ids]), questions=questions)
 
     def ids(self, asked: Question, *, chat: bool) -> np.ndarray:
-        """The prompt's tokens, without those that a server's template adds."""
+        """Token ids of the prompt, without tokens that a server's template adds."""
         if self.sends_messages or not chat:
             return np.concatenate([self.opening, encode(self.tokenizer, asked.context + self.ending(asked))])
         head, tail, trims = self._template
@@ -149,7 +149,7 @@ class PromptEncoder:
         return self._with_special(head + words + tail + asked.prefix)
 
     def payload(self, asked: Question, *, chat: bool) -> Payload | None:
-        """The text or the messages that a server is sent; None where it is sent ids."""
+        """Text or messages for a server; None if the server gets ids."""
         if self.sends_messages:
             if self.form.prefill is None or not asked.prefix.strip():
                 return (_message("user", asked.context + self.ending(asked)),)
@@ -164,7 +164,7 @@ class PromptEncoder:
         return text.removeprefix(opening) if self.form.adds_opening else text
 
     def read_ids(self, payload: Payload) -> np.ndarray:
-        """The tokens that a server with this tokenizer and template reads."""
+        """Token ids that a server with this tokenizer and template reads."""
         if isinstance(payload, str):
             opening = opening_ids(self.tokenizer) if self.form.adds_opening else np.array([], dtype=np.uint32)
             return np.concatenate([opening, self._with_special(payload)])
@@ -172,7 +172,7 @@ class PromptEncoder:
         return self._with_special(self._templated(payload[0]["content"]) + begun)
 
     def answer(self, output: str, prefix: str) -> str:
-        """An answer without the prefix that it was asked to begin with."""
+        """Remove the requested prefix from an answer."""
         prefix = prefix.strip()
         found = output.lstrip()
         begins = self.sends_messages and prefix and found.lower().startswith(prefix.lower())
@@ -180,7 +180,7 @@ class PromptEncoder:
 
     @cached_property
     def opening(self) -> np.ndarray:
-        """Special tokens before every text; none in messages."""
+        """Special tokens before every text; empty for messages."""
         return opening_ids(self.tokenizer)[: None if not self.sends_messages else 0]
 
     @cached_property
@@ -190,11 +190,11 @@ class PromptEncoder:
 
     @cached_property
     def _template(self) -> tuple[str, str, bool]:
-        """Text before and after the user's message, and whether the template strips the message."""
+        """(text before the user's message, text after it, True if the template strips the message)."""
         plain = self._render(_PLACEHOLDER)
         if plain.count(_PLACEHOLDER) != 1:
             raise ConfigError(
-                "this model's chat template does not contain the user's message exactly once; use chat: off."
+                "the model's chat template does not contain the user's message exactly once; use chat: off."
             )
         head, tail = plain.split(_PLACEHOLDER)
         return head, tail, f" {_PLACEHOLDER} " not in self._render(f" {_PLACEHOLDER} ")
@@ -209,7 +209,7 @@ class PromptEncoder:
             return template.render([Message("user", words)], prompt=True)
         except (Unreadable, ValueError) as error:
             raise ConfigError(
-                f"this model's chat template cannot render a user message ({first_line(error)}); use chat: off."
+                f"the model's chat template cannot render a user message ({first_line(error)}); use chat: off."
             ) from error
 
     def _with_special(self, text: str) -> np.ndarray:

@@ -1,7 +1,7 @@
-"""Prompts as token ids: one context with the questions asked on it.
+"""Prompts as token ids: one context with its questions.
 
-Context, question and room for the answer never exceed the prompt's length. Ids are those that the tokenizer gives for
-the joined text, so a prompt reads as the same text would in training.
+Context, question and answer tokens never exceed the prompt's length. Token ids are those of the joined text, so a
+prompt is tokenized like the same text in training.
 """
 
 import hashlib
@@ -22,9 +22,9 @@ from unspool.evals.suite import Question
 
 Match = Literal["start", "contains", "mentions"]
 Payload = str | tuple[dict[str, str], ...]
-"""What a server is sent that takes no token ids: text, or chat messages."""
-# After the reference itself: a closing quote or full stop, and a token or two for tokenizers that split the answer
-# into more tokens after the question than alone.
+"""Input for a server that takes no token ids: text, or chat messages."""
+# Extra tokens after the reference: a closing quote or full stop, and one or two tokens for tokenizers that split the
+# answer into more tokens after the question than alone.
 EXTRA_ANSWER_TOKENS = 4
 
 
@@ -46,19 +46,19 @@ class PromptQuestion:
     ids: np.ndarray
     reference: str
     depth: float | None
-    """Position of the answer in the context, on the suite's grid; None where depth is not measured."""
+    """Position of the answer in the context, on the suite's grid; None if depth is not measured."""
     text: PromptText | None = None
-    """The whole prompt as text; None where only ids are known."""
+    """The whole prompt as text; None if only ids are known."""
     payload: Payload | None = None
-    """What is sent instead of ids, and so hashed and shown; None where ids are sent."""
+    """Sent instead of ids, and therefore hashed and shown; None if ids are sent."""
     answer_tokens: int | None = None
-    """Fewer than the prompt's, where this question was built with room for no more."""
+    """Answer tokens of this question, if fewer than the prompt's."""
     cut_tokens: int = 0
-    """Tokens that were cut out of the middle, because the prompt did not fit the model's context."""
+    """Tokens cut out of the middle, because the prompt did not fit the model's context."""
 
     @property
     def prefix(self) -> str:
-        """How the answer begins."""
+        """Start of the answer."""
         return "" if self.text is None else self.text.question.prefix
 
 
@@ -67,34 +67,34 @@ class Prompt:
     suite: str
     length: int
     index: int
-    """Which context of this suite and length, from 0."""
+    """Index of the context within this suite and length, from 0."""
     context_ids: np.ndarray
     questions: list[PromptQuestion]
     answer_tokens: int
     match: Match
     template_tokens: int = 0
-    """Tokens that the server's chat template adds."""
+    """Number of tokens that the server's chat template adds."""
 
     @property
     def tokens(self) -> int:
-        """What the longest question needs: context, question and answer."""
+        """Tokens of the longest question: context, question and answer."""
         return max(map(self.prompt_tokens, self.questions)) + self.answer_tokens
 
     def prompt_tokens(self, question: PromptQuestion) -> int:
         return self.template_tokens + len(self.context_ids) + len(question.ids)
 
     def excerpt(self, tokenizer: Any, question: PromptQuestion, lengths: Sequence[int]) -> dict[str, Any]:
-        """Both ends of what is sent, for people who read samples; nothing unless this is the longest length."""
+        """Start and end of the prompt, for people who read samples. Empty except at the longest length."""
         parts = self.context_ids, question.ids
         return excerpt(tokenizer, self.length, lengths, *parts, payload=question.payload)
 
     def hash(self, question: PromptQuestion) -> str:
-        """Hash what is sent, so that scores of two models can be paired by question."""
+        """Hash the sent prompt, so that scores of two models can be paired by question."""
         return prompt_hash(self.context_ids, question.ids, payload=question.payload)
 
 
 def merge_prompts(prompts: Sequence[Prompt]) -> Prompt:
-    """Merge prompts of one suite and length, with one question each, into one without a context."""
+    """Merge single-question prompts of one suite and length into one prompt without a context."""
     first = prompts[0]
     return replace(
         first,
@@ -111,7 +111,7 @@ def merge_prompts(prompts: Sequence[Prompt]) -> Prompt:
 
 
 def cut_context(prompt: Prompt, limit: int) -> Prompt:
-    """Cut the middle out of the context, so that the longest question and its answer fit `limit` tokens."""
+    """Cut the middle out of the context until the longest question and its answer fit `limit` tokens."""
     context, excess = prompt.context_ids, prompt.tokens - limit
     if excess <= 0:
         return prompt
@@ -127,13 +127,13 @@ def cut_context(prompt: Prompt, limit: int) -> Prompt:
 
 
 def cut_middle(tokenizer: Any, text: str, excess: int, build: Callable[[str], "EncodedQuestion"]) -> "EncodedQuestion":
-    """Build a prompt from a text without at least `excess` tokens of its middle, or without all of them."""
+    """Build a prompt after cutting at least `excess` tokens from the middle of a text (at most all of it)."""
     starts = token_starts(tokenizer, text)
     asked, ids = build(text)
     wanted = len(ids) - excess
     keep = len(starts)
     while excess > 0 and keep > 0:
-        # Tokens at the cut may merge differently, so one pass may leave some too many.
+        # Tokens at the cut may merge differently, so one pass may cut too few.
         keep = max(0, keep - excess)
         head, tail = keep - keep // 2, keep // 2
         end = int(starts[head]) if head < len(starts) else len(text)
@@ -142,16 +142,16 @@ def cut_middle(tokenizer: Any, text: str, excess: int, build: Callable[[str], "E
     return asked, ids
 
 
-# Questions on one context that are decoded side by side.
+# Maximum number of questions on one context that are decoded together.
 MAX_SHARED = 16
-# Prompts without a common context in one row, where rows are longer than the default.
+# Maximum number of unrelated prompts in one row, if rows are longer than the default.
 MAX_UNRELATED = 64
-# A prompt longer than this share of a row stays alone.
+# A prompt longer than 1/4 of a row gets its own row.
 _ROW_SHARE = 4
 
 
 def group_prompts(contexts: Sequence[str], tokens: Sequence[int], row_tokens: int = ROW_TOKENS) -> list[list[int]]:
-    """Group the indices of questions: equal contexts together, short prompts in rows, the others alone."""
+    """Group question indices: equal contexts together, short prompts in rows, other prompts alone."""
     by_context: dict[str, list[int]] = {}
     for place, context in enumerate(contexts):
         by_context.setdefault(context, []).append(place)
@@ -172,7 +172,7 @@ def group_prompts(contexts: Sequence[str], tokens: Sequence[int], row_tokens: in
     return sorted(found)
 
 
-# Of a prompt that people read in a sample; the question is at the end.
+# Size of a prompt excerpt in a sample. The end is longer because it holds the question.
 START_TOKENS, END_TOKENS = 100, 150
 CHARS_PER_TOKEN = 4
 
@@ -180,7 +180,7 @@ CHARS_PER_TOKEN = 4
 def excerpt(
     tokenizer: Any, length: int, lengths: Sequence[int], *parts: np.ndarray, payload: Payload | None = None
 ) -> dict[str, Any]:
-    """Both ends of what is sent; nothing unless `length` is the longest of `lengths`."""
+    """Start and end of the prompt. Empty unless `length` is the longest of `lengths`."""
     if length < max(lengths):
         return {}
     if payload is not None:
@@ -193,7 +193,7 @@ def excerpt(
 
 
 def _payload_excerpt(tokenizer: Any, payload: Payload) -> dict[str, Any]:
-    # By characters, since decoded tokens are not always the text that was sent.
+    # Cut by characters, because decoding tokens does not always give the sent text.
     text = payload if isinstance(payload, str) else payload[0]["content"]
     first, last = START_TOKENS * CHARS_PER_TOKEN, len(text) - END_TOKENS * CHARS_PER_TOKEN
     begun = {} if isinstance(payload, str) else {message["role"]: message["content"] for message in payload[1:]}
@@ -204,7 +204,7 @@ def _payload_excerpt(tokenizer: Any, payload: Payload) -> dict[str, Any]:
 
 
 def prompt_hash(*parts: np.ndarray, payload: Payload | None = None) -> str:
-    """Hash what is sent: token ids, or the text or messages instead of them."""
+    """Hash the sent prompt: token ids, text or messages."""
     if payload is not None:
         return hashlib.sha256(json.dumps(payload).encode()).hexdigest()
     ids = np.concatenate(parts).astype("<u4")
@@ -217,26 +217,26 @@ def encode(tokenizer: Any, text: str) -> np.ndarray:
 
 
 def token_starts(tokenizer: Any, text: str) -> np.ndarray:
-    """Index of the character that each token of a text starts at."""
+    """Start character of each token of a text."""
     offsets = _tokenized(tokenizer, text, return_offsets_mapping=True)["offset_mapping"]
     return np.array([start for start, _ in offsets], dtype=np.int64)
 
 
 def _tokenized(tokenizer: Any, text: str, **options: bool) -> Any:
-    # A text that spells a special token gets the tokens of its characters. `verbose` would warn about texts longer
-    # than the model's context, which are the point here.
+    # A text that spells a special token must get the tokens of its characters. `verbose` would warn about texts longer
+    # than the model's context, which are intended here.
     return tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False, **options)
 
 
 def encode_after_newline(tokenizer: Any, text: str) -> np.ndarray:
-    """Tokenize `text` as it reads after a newline, where some tokenizers would otherwise put a space before it."""
+    """Tokenize `text` as if after a newline. Otherwise some tokenizers add a space before it."""
     newline, joined = encode(tokenizer, "\n"), encode(tokenizer, "\n" + text)
     keeps_newline = np.array_equal(joined[: len(newline)], newline)
     return joined[len(newline) :] if keeps_newline else encode(tokenizer, text)
 
 
 def opening_ids(tokenizer: Any) -> np.ndarray:
-    """Special tokens that the tokenizer puts before every text, most often none or one."""
+    """Special tokens that the tokenizer adds before every text (usually none or one)."""
     plain: list[int] = tokenizer("a", add_special_tokens=False)["input_ids"]
     dressed: list[int] = tokenizer("a")["input_ids"]
     begun = next(at for at in range(len(dressed) + 1) if dressed[at : at + len(plain)] == plain)
@@ -244,27 +244,27 @@ def opening_ids(tokenizer: Any) -> np.ndarray:
 
 
 def answer_room(tokenizer: Any, references: list[str]) -> int:
-    """Tokens to generate: the longest reference and `EXTRA_ANSWER_TOKENS`."""
+    """Number of tokens to generate: the longest reference plus `EXTRA_ANSWER_TOKENS`."""
     return max(len(encode(tokenizer, f" {reference}")) for reference in references) + EXTRA_ANSWER_TOKENS
 
 
 def slack(length: int) -> int:
-    """How many tokens shorter than its length a prompt may be."""
+    """Maximum number of tokens by which a prompt may be shorter than its length."""
     return max(2, length // 100)
 
 
 EncodedQuestion = tuple[Question, np.ndarray]
-# More than a suite of 6,500 prompts of 64K tokens takes.
+# More than 6,500 prompts of 64K tokens need.
 MAX_BYTES = 2 << 30
-# Text and ids come in long repeats where it matters; higher levels cost more than they save.
+# Large caches contain long repeats, so a low level is enough; higher levels cost more than they save.
 _LEVEL = 1
 
 
 class PromptCache:
-    """Keeps prompts that were built for their hashes on disk until they are asked."""
+    """Keeps prompts on disk, from computing their hashes until they are run."""
 
     def __init__(self, folder: Path, *, max_bytes: int = MAX_BYTES) -> None:
-        # Beside the results and not in /tmp, which is memory on some machines.
+        # Not in /tmp, which is in memory on some machines.
         self._file: Any = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
         self._max_bytes = max_bytes
         self._end = 0
@@ -272,7 +272,7 @@ class PromptCache:
         self._compressor, self._decompressor = zstandard.ZstdCompressor(level=_LEVEL), zstandard.ZstdDecompressor()
 
     def put(self, key: Hashable, encoded: EncodedQuestion) -> None:
-        """Store a prompt; do nothing where there is no space, since prompts can be built again."""
+        """Store a prompt. Does nothing if the disk is full, because prompts can be rebuilt."""
         if self._file is None:
             return
         packed = self._compressor.compress(pickle.dumps(encoded, protocol=pickle.HIGHEST_PROTOCOL))
@@ -289,12 +289,12 @@ class PromptCache:
         self._end += len(packed)
 
     def take(self, key: Hashable) -> EncodedQuestion | None:
-        """Return and forget a prompt, since every prompt is asked once."""
+        """Return a prompt and forget it, because every prompt is used once."""
         if key not in self._places:
             return None
         start, size = self._places.pop(key)
         self._file.seek(start)
-        # Written by this process into a file that no other can open.
+        # Safe to unpickle: this process wrote the file, and no other process can open it.
         encoded: EncodedQuestion = pickle.loads(self._decompressor.decompress(self._file.read(size)))
         return encoded
 

@@ -1,4 +1,4 @@
-"""Replies of language models in an append-only JSONL file, so that no request is sent or paid for twice."""
+"""Store replies of language models in an append-only JSONL file, so that no request is sent twice."""
 
 import fcntl
 import json
@@ -16,15 +16,15 @@ from unspool.core.errors import ConfigError, naming
 
 logger = logging.getLogger(__name__)
 
-DAMAGED = ".damaged"  # ending of the file that damaged lines are moved to
+DAMAGED = ".damaged"  # suffix of the file to which damaged lines are moved
 
 
 class ReplyCache:
     """Replies by key: `with ReplyCache(path) as cache`.
 
-    A reply is in the file when `write_reply` returns, with a checksum. Memory holds only offsets. A line that a killed
-    run left incomplete is cut off; damaged ones are moved to another file, so that they are requested again. With
-    `exclusive`, a second process that opens the file gets a ConfigError.
+    When `write_reply` returns, the reply is in the file, with a checksum. Memory holds only offsets. The last line of a
+    killed run may be incomplete and is cut off. Damaged lines move to another file, and their requests are sent again.
+    With `exclusive`, a second process that opens the file gets a ConfigError.
     """
 
     def __init__(self, path: Path, *, exclusive: bool = False) -> None:
@@ -48,7 +48,7 @@ class ReplyCache:
         return key in self._spans
 
     def read_reply(self, key: str) -> Any:
-        """The reply as JSON gives it back; None if there is none."""
+        """The reply as decoded JSON; None if there is none."""
         if key not in self._spans:
             return None
         assert self._file is not None
@@ -56,9 +56,9 @@ class ReplyCache:
         return json.loads(os.pread(self._file.fileno(), length, offset))["reply"]
 
     def write_reply(self, key: str, reply: Any, *, replace: bool = False, **fields: Any) -> None:
-        """Append a reply, with more fields for people who read the file.
+        """Append a reply, with extra fields for people who read the file.
 
-        Does nothing if the key has a reply, unless `replace`: the last reply of a key counts.
+        Does nothing if the key already has a reply, unless `replace` is set. The last reply of a key counts.
         """
         with self._write_lock:
             if replace or key not in self._spans:
@@ -71,11 +71,11 @@ class ReplyCache:
         with naming(self._path):
             while left:
                 left = left[self._file.write(left) or 0 :]
-        # The file is in append mode, so the position is the end of this record even if other processes append too.
+        # In append mode, the position is the end of this record, even if other processes also append.
         self._index(record, self._file.tell() - len(data), len(data))
 
     def _index(self, record: dict[str, Any], offset: int, length: int) -> None:
-        """Register a record that was read or written. Subclasses may count more."""
+        """Register a record that was read or written. Subclasses may add counters."""
         self._spans[str(record["key"])] = (offset, length)
 
     def _open(self, exclusive: bool) -> FileIO:
@@ -87,7 +87,7 @@ class ReplyCache:
             except BlockingIOError:
                 file.close()
                 raise ConfigError(
-                    f"{self._path} is in use by another process; wait for it, or give this run another `out`."
+                    f"{self._path} is in use by another process; wait until it ends, or set another `out` for this run."
                 ) from None
             except OSError:
                 pass  # some network file systems do not support locks
@@ -105,7 +105,7 @@ class ReplyCache:
         return file
 
     def _repair(self) -> bool:
-        """Cut off an incomplete last line, and move damaged lines to another file; whether the file was replaced."""
+        """Cut off an incomplete last line and move damaged lines. Returns whether the file was replaced."""
         damaged, offset, end = [], 0, b"\n"
         with self._path.open("rb") as lines:
             for number, line in enumerate(lines, 1):
@@ -126,14 +126,14 @@ class ReplyCache:
                 (bad if number in damaged else good).write(line)
         aside.replace(self._path)
         logger.warning(
-            f"{self._path}: {len(damaged)} cached replies are damaged, the first on line {damaged[0]}; moving them to "
-            f"{beside.name} and requesting them again, keeping the others"
+            f"{self._path}: {len(damaged)} cached replies are damaged (first: line {damaged[0]}). They are moved to "
+            f"{beside.name} and requested again; all other replies are kept"
         )
         return True
 
 
 def _checked(line: bytes) -> dict[str, Any] | None:
-    """The record of a line; None if it is damaged."""
+    """The record on a line; None if it is damaged."""
     try:
         record = json.loads(line)
     except ValueError:

@@ -1,7 +1,7 @@
 """Score one model: write samples.jsonl, summary.json and, for suites of tasks, prompts.jsonl.
 
-Scores whose inputs have not changed are not made again. A killed run resumes from the last complete unit and ends with
-the same bytes as one that was never killed.
+Scores with unchanged inputs are not computed again. A killed run resumes after the last complete unit and ends with the
+same bytes as an uninterrupted run.
 """
 
 import json
@@ -35,20 +35,20 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Raised when prompts or scoring change, so that older scores are made again.
+# Increase this when prompts or scoring change, so that older scores are recomputed.
 SUITE_VERSION = 1
 SAMPLES = "samples.jsonl"
 SUMMARY = "summary.json"
 PLAN = "plan.json"
 PROMPTS = "prompts.jsonl"
 REPLIES = "replies.jsonl"
-# Files of the work folder that are no result.
+# Files of the work folder that are not results.
 WORK_FILES = (PLAN, SAMPLES + SUMS, PROMPTS + SUMS, REPLIES)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scoring:
-    """What is scored, and where the scores go."""
+    """What to score, and where to write the scores."""
 
     model: str
     """Name in reports: "base" or a stage's name."""
@@ -57,18 +57,18 @@ class Scoring:
     seed: int
     out_dir: Path
     root: Path
-    """Folder that relative paths start from."""
+    """Base folder of relative paths."""
 
 
 def score_model(model_ref: str, scoring: Scoring, *, device: "torch.device", dtype: "torch.dtype") -> dict[str, Any]:
-    """Score with transformers; weights are loaded only if something is left to score."""
+    """Score with transformers. Weights are loaded only if some score is missing."""
     from unspool.evals.backends.transformers import ModelBackend
 
     return score(scoring, ModelBackend(model_ref, device=device, dtype=dtype))
 
 
 def score(scoring: Scoring, backend: Backend) -> dict[str, Any]:
-    """Return the summary; the backend is only asked for what is not scored yet."""
+    """Return the summary. The backend runs only for missing scores."""
     backend.connect(recorded_backend(scoring.out_dir))
     reason = stale_reason(scoring.out_dir, **_resolve(scoring, backend)[2])
     if reason is None:
@@ -119,7 +119,7 @@ def _score(
 
 
 def recorded_backend(out_dir: Path) -> dict[str, Any] | None:
-    """What an earlier result in this folder says about its server."""
+    """The server recorded by an earlier result in this folder."""
     settings = (read_manifest(out_dir) or {}).get("settings")
     record = settings.get("backend") if isinstance(settings, dict) else None
     return record if isinstance(record, dict) else None
@@ -132,7 +132,7 @@ def summarize(
     backend: dict[str, Any],
     beyond: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Build the content of summary.json; `beyond` is about questions beyond the model's context, if there are any."""
+    """Build the content of summary.json. `beyond` describes questions beyond the model's context, if any."""
     cells = [cell for config in evals for cell in suite_of(config).cells(config, samples)]
     found = [suite_of(config).summary(config, cells, samples) for config in evals]
     suites = [summary for summary in found if summary is not None]
@@ -146,7 +146,7 @@ def summarize(
 
 
 def _resolve(scoring: Scoring, backend: Backend) -> tuple[Scoring, dict[str, Any] | None, dict[str, Any]]:
-    """What is scored, what is said about questions beyond the context, and the identity of the scores."""
+    """Return (scoring, entry about questions beyond the context, identity of the scores)."""
     _check_backend(scoring.evals, backend)
     scoring = replace(scoring, evals=beyond_context.resolve(scoring.evals, backend))
     beyond = beyond_context.facts(scoring.evals, backend.context_limit)
@@ -157,15 +157,15 @@ def _check_backend(evals: Sequence[EvalConfig], backend: Backend) -> None:
     for suite in map(suite_of, evals):
         if suite.needs_losses and not backend.has_losses:
             raise ConfigError(
-                f"suite {suite.name} needs token losses, which this backend cannot compute; leave the suite out or "
-                "use --backend transformers."
+                f"suite {suite.name} needs token losses, which this backend cannot compute; remove the suite or "
+                "use `backend='transformers'`."
             )
         if suite.runs_model and backend.options is None:
-            raise ConfigError(f"suite {suite.name} loads the model itself; use --backend transformers.")
+            raise ConfigError(f"suite {suite.name} loads the model itself; use `backend='transformers'`.")
 
 
 def scoring_identity(scoring: Scoring, backend: Backend, beyond: dict[str, Any] | None) -> dict[str, Any]:
-    """Everything that the scores depend on, as the artifact records it."""
+    """Everything that the scores depend on, as recorded in the manifest."""
     texts = {found.text for config in scoring.evals if (found := suite_of(config).heldout(config)) is not None}
     files: dict[str, dict[str, Any]] = {}
     for config in scoring.evals:
@@ -193,8 +193,8 @@ def scoring_identity(scoring: Scoring, backend: Backend, beyond: dict[str, Any] 
 
 
 def _settings(config: EvalConfig) -> dict[str, Any]:
-    """Settings of an entry, without defaults of younger keys, so that scores older than these stay up to date."""
-    settings = config.model_dump(mode="json", exclude={"after"})  # when it is scored changes no score
+    """Settings of an entry, without defaults of newer keys, so that older scores stay up to date."""
+    settings = config.model_dump(mode="json", exclude={"after"})  # the time of scoring does not change scores
     defaults: dict[str, tuple[Any, ...]] = {"wording": (None,), "reference": (None,), "beyond_context": (None, "ask")}
     defaults |= dict.fromkeys(("preset", "target_length", "reference_length"), (None,)) | {"shots": (0,)}
     defaults["average_of"] = ({},)
@@ -213,7 +213,7 @@ def describe_work(folder: Path) -> str | None:
 def _list_prompts(plan: EvalPlan, path: Path, cache: PromptCache) -> None:
     """Write prompts.jsonl, resuming after its last complete line."""
     kept = intact_lines(path)
-    with CheckedLines(path, kept) as file, progress_bar("make prompts", plan.num_listed) as advance:
+    with CheckedLines(path, kept) as file, progress_bar("build prompts", plan.num_listed) as advance:
         advance(len(kept), "")
         for line in plan.prompt_lines(skip=len(kept), cache=cache):
             file.append(json.dumps(line).encode() + b"\n")
@@ -221,7 +221,7 @@ def _list_prompts(plan: EvalPlan, path: Path, cache: PromptCache) -> None:
 
 
 def _read_lines(path: Path) -> list[PromptLine]:
-    # Not splitlines(): outputs may contain separators that it takes for ends of lines.
+    # Not splitlines(): outputs may contain characters that it treats as line ends.
     return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
 
 
@@ -230,12 +230,12 @@ def _score_units(plan: EvalPlan, backend: Backend, path: Path, *, label: str) ->
     scored = _recover(path, units)
     contexts = sum(units[at].num_contexts for at in scored)
     if scored:
-        logger.info(f"{label}: {contexts} of {total} contexts were scored before")
+        logger.info(f"{label}: {contexts} of {total} contexts were already scored")
     if len(scored) < len(units):
         plan.check()
     done = next((at for at in range(len(units)) if at not in scored), len(units))
     missing = [unit for at, unit in enumerate(units) if at not in scored]
-    # Counted in tokens, since a long context takes as much time as many short ones.
+    # Count tokens, because one long context takes as much time as many short ones.
     with (
         progress_bar(label, plan.prompt_tokens) as advance,
         CheckedLines(path, [line for at in range(done) for line in scored[at]]) as file,
@@ -243,7 +243,7 @@ def _score_units(plan: EvalPlan, backend: Backend, path: Path, *, label: str) ->
         advance(sum(units[at].tokens for at in scored), "")
         coming = iter(score_in_order(backend, missing))
         for at in range(done, len(units)):
-            if at in scored:  # behind a damaged line
+            if at in scored:  # already scored; a line before it was damaged
                 file.append(*scored[at])
                 continue
             unit, samples = next(coming)
@@ -255,7 +255,7 @@ def _score_units(plan: EvalPlan, backend: Backend, path: Path, *, label: str) ->
 
 
 def score_in_order(backend: Backend, units: Iterable[Unit]) -> Iterator[tuple[Unit, list[Sample]]]:
-    """Yield every unit with its samples; a backend that answers several prompts at a time is kept busy."""
+    """Yield every unit with its samples. Backends that answer several prompts at a time are kept busy."""
     if backend.block_size > 1:
         waiting = iter(units)
         while block := list(islice(waiting, backend.block_size)):
@@ -275,7 +275,7 @@ def _score_in_threads(backend: Backend, units: Iterable[Unit]) -> Iterator[tuple
         unit, prepared, future = waiting.popleft()
         return unit, unit.planned.samples(unit, prepared, future.result())
 
-    # Threads only ask: tokenizers must not be used by several at a time.
+    # Threads only call the backend, because tokenizers are not thread-safe.
     with ThreadPoolExecutor(backend.width) as pool:
         try:
             for unit in units:
@@ -288,13 +288,13 @@ def _score_in_threads(backend: Backend, units: Iterable[Unit]) -> Iterator[tuple
         except BaseException:
             for _, _, future in waiting:
                 future.cancel()
-            # Otherwise the pool would wait for answers in progress.
+            # Otherwise the pool waits for answers in progress.
             backend.stop()
             raise
 
 
 def _recover(path: Path, units: Sequence[Unit]) -> dict[int, list[bytes]]:
-    """The lines of every unit that is complete and intact on disk, by the unit's index."""
+    """Lines of every complete and undamaged unit on disk, by unit index."""
     lines = read_checked(path)
     scored: dict[int, list[bytes]] = {}
     first = 0
@@ -322,10 +322,10 @@ _SHOWN_AROUND = 24
 
 
 def compare_backends(plan: EvalPlan, first: Backend, second: Backend, *, count: int = PARITY_PROMPTS) -> dict[str, Any]:
-    """Compare two backends' answers to the same `count` questions, spread over the plan.
+    """Compare two backends' answers to `count` questions, spread over the plan.
 
-    A difference has the name of its unit, the question's index, the first character that differs (`at`), and both
-    answers around it.
+    A difference lists its unit, the question's index, the first character that differs (`at`), and both answers around
+    it.
     """
     units = [unit for unit in plan.units if not unit.planned.suite.needs_losses]
     pairs: list[tuple[Unit, int, str, str]] = []
@@ -344,7 +344,7 @@ def compare_backends(plan: EvalPlan, first: Backend, second: Backend, *, count: 
 
 
 def as_local_prompt(prompt: Prompt, backend: Backend) -> Prompt:
-    """The prompt with the ids that a server with this tokenizer and template reads."""
+    """Replace a prompt's ids by those that a server with this tokenizer and template reads."""
     encoder = PromptEncoder(backend.tokenizer, backend.form)
     if prompt.questions[0].payload is None:
         return prompt

@@ -1,9 +1,9 @@
-"""What a suite is: its config class, its prompts, and how answers become scores and cells of a summary.
+"""Base class of evaluation suites: config class, prompts, scoring and summary cells.
 
 The same config, tokenizer and seed give the same prompts on any machine, in any process and in any order. Context,
-question, answer prefix and room for the answer never exceed the length.
+question, answer prefix and answer tokens never exceed the length.
 
-`Suite` is all that plans, runs, the command line and reports know of a suite. A suite that consists of tasks is a
+Plans, runs, the command line and reports use only `Suite`. A suite that consists of tasks is a
 `TaskSuite` (task_suite.py), a suite of generated contexts is a `ContextSuite` (context_suite.py).
 """
 
@@ -31,47 +31,47 @@ PromptLine = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Ask:
-    """Which question a task shall build."""
+    """Parameters of the question to build."""
 
-    length: int  # tokens, room for the answer included
+    length: int  # tokens, including the answer
     seed: int
     index: int  # from 0, within the task and length
     mode: Mode = "fixed"
-    overhead: int = 0  # tokens that a chat template puts around the text
-    shots: int = 0  # solved questions before this one, in suites that have them
+    overhead: int = 0  # tokens that a chat template adds around the text
+    shots: int = 0  # number of solved examples before this question, in suites that have them
 
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """One question as text: the model reads context + question + prefix and continues."""
+    """One question as text. The model reads context + question + prefix, and continues."""
 
-    context: str  # the long part; equal contexts are read once
+    context: str  # the long part; the model reads equal contexts once
     question: str
-    prefix: str = ""  # how the answer begins; in a chat the assistant's first words
+    prefix: str = ""  # start of the answer; in a chat, the assistant's first words
     references: tuple[str, ...]
-    depth: float | None = None  # position of the answer in the context, 0 to 1; None where it has no meaning
+    depth: float | None = None  # position of the answer in the context, 0 to 1; None if it has no meaning
     meta: Mapping[str, Any] = field(default_factory=dict)  # for scorers and readers: keys, labels, ids
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """One task of a `TaskSuite`: a pure generator of questions and a pure scorer of answers."""
+    """One task of a `TaskSuite`: a pure question generator and a pure answer scorer."""
 
     name: str
     metric: str  # as shown: "recall", "SubEM", "nDCG@10", …
     answer_tokens: int
-    build: Callable[[Any, Ask], Question]  # from the suite's sources
-    score: Callable[[str, Question], float | None]  # 0 to 1; None where a judge has to score
-    chat: bool = False  # whether the suite asks through the chat template, if the model has one
-    size: Callable[[Any], int] | None = None  # number of questions in the sources; None: any number can be generated
-    stratum: Callable[[Any, int], Hashable] | None = None  # depth or label of an index, for even subsets
-    together: int = 1  # this many consecutive indices are asked all or not at all, such as both claims of a pair
-    judge: Literal["qa", "summary"] | None = None  # the judge's protocol, where `score` gives None
+    build: Callable[[Any, Ask], Question]  # arguments: the suite's sources, and the question to build
+    score: Callable[[str, Question], float | None]  # 0 to 1; None if a judge must score the answer
+    chat: bool = False  # use the chat template, if the model has one
+    size: Callable[[Any], int] | None = None  # number of questions in the sources; None: unlimited
+    stratum: Callable[[Any, int], Hashable] | None = None  # depth or label of an index, for balanced subsets
+    together: int = 1  # group size: such a group of consecutive indices is used whole or not at all
+    judge: Literal["qa", "summary"] | None = None  # the judge's protocol, if `score` returns None
 
 
 @dataclass(frozen=True, kw_only=True)
 class QuestionId:
-    """Which question of a `TaskSuite`."""
+    """Identifies a question of a `TaskSuite`."""
 
     task: str
     length: int
@@ -80,15 +80,15 @@ class QuestionId:
 
 @dataclass(frozen=True, kw_only=True)
 class Unit:
-    """The smallest piece of work that survives a killed run: prompts that are answered together, or one window."""
+    """Smallest piece of work that survives a kill: prompts that are answered together, or one window."""
 
     planned: "PlannedEval"
     length: int
     index: int
     num_samples: int = 1
-    """Lines of samples.jsonl that it gives."""
+    """Number of its lines in samples.jsonl."""
     tokens: int
-    """Tokens to read, counted by the requested length."""
+    """Tokens to read, by requested length."""
     questions: tuple[QuestionId, ...] = ()
     hashes: tuple[str, ...] = ()
     """Prompt hashes of `questions`, from prompts.jsonl."""
@@ -110,7 +110,7 @@ class Unit:
 class PlannedEval:
     """One entry of `evals` with everything needed to turn its units into samples.
 
-    A run calls `prepare` and `samples` in one thread, since tokenizers are not thread-safe, and `ask` in several.
+    A run calls `ask` in several threads, but `prepare` and `samples` in one: tokenizers are not thread-safe.
     """
 
     suite: "Suite"
@@ -119,13 +119,13 @@ class PlannedEval:
     question_ids: Sequence[QuestionId] = ()
     """Questions that prompts.jsonl lists, in order."""
     beyond_context: Mapping[int, int] = {}
-    """Number of questions by length that are longer than the model's context, asked or not."""
+    """Number of questions beyond the model's context by length, whether run or skipped."""
 
     def check(self) -> None:
         """Build one prompt of every kind, so that an impossible length fails before a model is loaded."""
 
     def prepare(self, unit: Unit) -> Any:
-        """Build what the backend needs: a `Prompt`, or token ids."""
+        """Build the backend's input: a `Prompt`, or token ids."""
         raise NotImplementedError
 
     def ask(self, prepared: Any, backend: "Backend") -> Any:
@@ -135,35 +135,35 @@ class PlannedEval:
         raise NotImplementedError
 
     def texts(self, unit: Unit) -> Iterator[str]:
-        """Texts that must not occur in training data, besides the held-out text."""
+        """Texts that must not occur in training data, in addition to the held-out text."""
         return iter(())
 
     def prompt_line(self, question: QuestionId, cache: "PromptCache | None" = None) -> PromptLine:
-        """One line of prompts.jsonl. `cache` keeps the prompt until it is asked."""
+        """One line of prompts.jsonl. `cache` keeps the prompt until it is run."""
         raise NotImplementedError
 
     def group_questions(self, lines: Sequence[PromptLine], row_tokens: int) -> None:
-        """Put questions on one context into one unit, and short prompts into rows of `row_tokens` tokens."""
+        """Group questions on one context into one unit, and short prompts into rows of `row_tokens` tokens."""
 
     def pack_contexts(self, row_tokens: int) -> None:
-        """Put contexts that have one question each into rows of `row_tokens` tokens."""
+        """Group single-question contexts into rows of `row_tokens` tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Suite:
     name: str
-    title: str  # in reports
+    title: str  # title in reports
     config: type[EvalConfig]
-    measure: Literal["accuracy", "score", "loss"]  # share of right answers; mean of scores from 0 to 1; nats per token
-    version: int | None = None  # raised when any prompt or score changes; None: covered by run.SUITE_VERSION
+    measure: Literal["accuracy", "score", "loss"]  # share of correct answers; mean score in [0, 1]; nats per token
+    version: int | None = None  # increase it when a prompt or score changes; None: run.SUITE_VERSION applies
     heldout: Callable[[Any], Heldout | None] = lambda config: None
-    """The held-out text that prompts are made of."""
+    """Held-out text used in prompts."""
     tasks: Mapping[str, Task] = field(default_factory=dict)
-    runs_model: bool = False  # it loads the model itself, from `Backend.options`
+    runs_model: bool = False  # True if the suite loads the model itself, from `Backend.options`
 
     @property
     def needs_losses(self) -> bool:
-        """Whether the backend has to compute token losses instead of answers."""
+        """True if the suite needs token losses instead of answers."""
         return self.measure == "loss"
 
     def lengths(self, config: Any) -> list[int]:
@@ -174,11 +174,11 @@ class Suite:
         return []
 
     def labels(self, config: Any) -> list[str]:
-        """What no second entry of `evals` may score at the same length."""
+        """Labels that must be unique per length among all entries of `evals`."""
         return [self.name]
 
     def inputs(self, config: Any, root: Path) -> dict[str, dict[str, Any]]:
-        """Digests of files that the scores depend on, besides held-out text."""
+        """Digests of files that the scores depend on, other than held-out text."""
         return {}
 
     def plan(self, config: Any, inputs: PlanInputs) -> PlannedEval:
@@ -188,5 +188,5 @@ class Suite:
         raise NotImplementedError
 
     def summary(self, config: Any, cells: Sequence[Cell], samples: Sequence[Sample]) -> dict[str, Any] | None:
-        """Means over the whole suite, for suites that have tasks."""
+        """Means over the whole suite, for suites with tasks."""
         return None

@@ -1,8 +1,8 @@
-"""From samples to the cells of a summary, each with `n` and a 95% interval.
+"""Compute summary cells from samples, each with `n` and a 95% interval.
 
-What was not scored is null with n 0, never zero. In suites of tasks every task counts the same, whatever its n. A mean
-has the n of all its tasks and an interval that adds up theirs, and records how many tasks of the suite it covers. A
-category without one of its tasks is null, and so is the mean over categories.
+A number that was not measured is null with n 0, never zero. In suites of tasks, every task has equal weight. A mean has
+the summed n of its tasks, an interval combined from theirs, and the number of tasks it covers. If a category lacks one
+of its tasks, the category and the mean over categories are null.
 """
 
 import math
@@ -16,7 +16,7 @@ from unspool.evals.scoring.effective_length import adaptation_rate, effective_le
 from unspool.evals.scoring.ranking import pair_accuracy
 from unspool.evals.suite import Cell, Sample, Task
 
-# Depths are continuous; a heatmap has rows.
+# Depths are continuous; a heatmap needs discrete rows.
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 MEAN, OVERALL = "mean", "overall"
 
@@ -29,7 +29,7 @@ def accuracy_cell(suite: str, length: int, depth: float | None, scores: Sequence
 
 
 def accuracy_cells(suite: str, length: int, depths: Sequence[float], samples: Sequence[Sample]) -> list[Cell]:
-    """One cell for all depths together (depth null), then one per depth of the grid."""
+    """One cell over all depths (depth null), then one cell per depth of the grid."""
     chosen = [sample for sample in samples if sample["suite"] == suite and sample["length"] == length]
     cells = [accuracy_cell(suite, length, None, [sample["score"] for sample in chosen])]
     for depth in depths:
@@ -39,7 +39,7 @@ def accuracy_cells(suite: str, length: int, depths: Sequence[float], samples: Se
 
 
 def loss_cells(suite: str, length: int, samples: Sequence[Sample]) -> list[Cell]:
-    """One cell per range of positions: the mean over tokens, with an interval from the spread over windows."""
+    """One cell per position range: the mean over tokens, with an interval from the variation over windows."""
     windows = [sample["losses"] for sample in samples if sample["suite"] == suite and sample["length"] == length]
     return [_loss_cell(suite, length, buckets) for buckets in zip(*windows, strict=True)]
 
@@ -48,7 +48,7 @@ def _loss_cell(suite: str, length: int, buckets: Sequence[dict[str, Any]]) -> Ce
     n = sum(bucket["n"] for bucket in buckets)
     value = sum(bucket["value"] * bucket["n"] for bucket in buckets) / n
     means = [bucket["value"] for bucket in buckets]
-    # One window gives no spread.
+    # One window has no variation.
     half = t_quantile(len(means) - 1) * stdev(means) / math.sqrt(len(means)) if len(means) > 1 else None
     return {
         "suite": suite,
@@ -66,7 +66,7 @@ def _loss_cell(suite: str, length: int, buckets: Sequence[dict[str, Any]]) -> Ce
 def task_cells(
     config: TaskEval, tasks: Sequence[Task], samples: Sequence[Sample], *, of_tasks: int | None = None
 ) -> list[Cell]:
-    """For each length: the mean over tasks, then each task with its depths. `of_tasks` counts all of the suite."""
+    """For each length: the mean over tasks, then each task with its depths. `of_tasks` is the suite's task count."""
     cells: list[Cell] = []
     for length in sorted(config.lengths):
         here = [sample for sample in samples if (sample["suite"], sample["length"]) == (config.suite, length)]
@@ -86,18 +86,18 @@ def suite_summary(
     *,
     has_overall: bool = True,
 ) -> dict[str, Any]:
-    """Means by length, the effective length, and the score at the target length ÷ that at the reference length."""
+    """Means by length, the effective length and the adaptation rate (target score ÷ reference score)."""
     means = [
         mean
         for length in sorted(config.lengths)
         for mean in _means(config, categories, length, cells)
         if has_overall or mean["name"] != OVERALL
     ]
-    # The number that the suite's paper reports, where all of it is known.
+    # Use the number that the suite's paper reports, if all its parts are known.
     head = OVERALL if all(mean["value"] is not None for mean in means if mean["name"] == OVERALL) else MEAN
     head = head if categories and has_overall else MEAN
     of_suite = [sample for sample in samples if sample["suite"] == config.suite]
-    # A prompt that was cut to the model's context tells nothing about the length that it would have had.
+    # A prompt that was cut to the model's context says nothing about its full length.
     cut = {sample["length"] for sample in of_suite if "cut_tokens" in sample}
     lengths = [length for length in config.lengths if length not in cut] or config.lengths
     by_length = {
@@ -120,7 +120,7 @@ def suite_summary(
 
 
 def _average(means: Sequence[Mapping[str, Any]], head: str, lengths: Sequence[int]) -> dict[str, Any] | None:
-    """The mean over lengths of the suite's number, as papers print it; None for one length or without a score."""
+    """Mean over lengths of the suite's main number, as in papers. None for one length or a missing score."""
     values = [mean["value"] for mean in means if mean["name"] == head]
     if len(lengths) < 2 or len(values) != len(lengths) or None in values:
         return None
@@ -133,7 +133,7 @@ def average_over(
     lengths: Mapping[str, Sequence[int]],
     cells: Sequence[Cell],
 ) -> dict[str, Any] | None:
-    """The mean over categories where each task has lengths of its own; None if some score is missing."""
+    """Mean over categories if each task has its own lengths. None if a score is missing."""
     known = {
         (cell["task"], cell["length"]): cell["value"]
         for cell in cells
@@ -161,7 +161,7 @@ def _by_task(samples: Sequence[Sample], length: int) -> dict[str, list[float | N
 def _means(
     config: TaskEval, categories: Mapping[str, tuple[str, ...]], length: int, cells: Sequence[Cell]
 ) -> list[dict[str, Any]]:
-    """The plain mean over tasks, then the suite's categories and the mean over them."""
+    """The plain mean over tasks, then each category, then the mean over categories."""
     of_suite = [cell for cell in cells if (cell["suite"], cell["length"]) == (config.suite, length)]
     here = [cell for cell in of_suite if cell["depth"] is None]
     by_task = {cell["task"]: cell for cell in here}
@@ -183,13 +183,13 @@ def _means(
 
 
 def combined(parts: Sequence[Cell]) -> Cell:
-    """Plain mean of independent means, with the n of all; null where there are none."""
+    """Plain mean of independent means, with the summed n; null if there are none."""
     if not parts:
         return {"value": None, "n": 0, "low": None, "high": None}
     value = fmean(part["value"] for part in parts)
 
     def spread(side: str) -> float:
-        # Tasks vary independently, so the squares of their half intervals add up.
+        # Tasks vary independently, so the squared half-widths of their intervals add up.
         return math.sqrt(sum((part[side] - part["value"]) ** 2 for part in parts)) / len(parts)
 
     return {
@@ -226,7 +226,7 @@ def _task(config: TaskEval, task: Task, length: int, samples: Sequence[Sample]) 
 
 
 def _pairs(config: TaskEval, task: Task, length: int, pairs: Sequence[tuple[str, float | None]]) -> Cell:
-    """Share of pairs with both questions right; guessing gets one in four."""
+    """Share of pairs with two correct answers. Guessing gets 1 in 4."""
     found = pair_accuracy(pairs)
     return {
         **_head(config, length),

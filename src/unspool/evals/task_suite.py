@@ -1,4 +1,4 @@
-"""Suites that consist of tasks: which questions are asked, their prompts, and their samples."""
+"""Suites that consist of tasks: selection of questions, prompts and samples."""
 
 import hashlib
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -37,26 +37,26 @@ CUT_TOKENS = "cut_tokens"  # in a question's `meta`
 
 @dataclass(frozen=True, kw_only=True)
 class TaskSuite(Suite):
-    """A suite of tasks. Every question is named by its hash in prompts.jsonl before the first one is asked.
+    """A suite of tasks. prompts.jsonl lists the hash of every question before the first one is run.
 
-    `fixed`, the default mode, does the right thing. `reference` follows the suite's own code, defects included where
-    they change scores, to reproduce published numbers. Results record the mode.
+    The default mode `fixed` avoids known defects. `reference` follows the suite's own code, including defects that
+    change scores, to reproduce published numbers. Results record the mode.
     """
 
     measure: Literal["accuracy", "score", "loss"] = "score"
     load: Callable[..., Any]
-    """From the tokenizer, the user's paths by name and, if there is one, a wording: the sources of tasks."""
+    """Load the tasks' sources. Arguments: tokenizer, the user's paths by name and an optional wording."""
     categories: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # names of tasks
-    has_overall: bool = True  # whether the mean over categories is a number of the suite
-    wording: Forms = field(default_factory=dict)  # texts that a user may replace
-    reference: Reader | None = None  # reads a user's own copy of the benchmark
+    has_overall: bool = True  # whether the suite defines the mean over categories
+    wording: Forms = field(default_factory=dict)  # texts that users may replace
+    reference: Reader | None = None  # reads a user's copy of the benchmark
 
     def chosen_tasks(self, config: TaskEval) -> list[Task]:
         names = list(dict.fromkeys(config.tasks)) or list(self.tasks)
         return [lookup(self.tasks, name, kind=f"evals: task of {self.name}") for name in names]
 
     def protocol(self, config: TaskEval) -> list[str]:
-        """Names of the tasks that a complete run has: those of the preset, else all."""
+        """Task names of a complete run: those of the preset, else all."""
         preset = config.presets.get(config.preset or "", {})
         return list(preset.get("tasks", self.tasks))
 
@@ -64,20 +64,20 @@ class TaskSuite(Suite):
         return [f"{self.name} ({task.name})" for task in self.chosen_tasks(config)]
 
     def chosen_wording(self, config: TaskEval, root: Path) -> Wording | None:
-        """Read and check the entry's wording file; None if it has none."""
+        """Read and check the entry's wording file. None if the entry has none."""
         path: str | None = getattr(config, "wording", None)
         return None if path is None else read_wording(_resolve(path, root), self.name, self.wording)
 
     def chosen_reference(self, config: TaskEval, root: Path) -> Reference | None:
-        """Read and check the user's copy of the benchmark; None if the entry has none."""
+        """Read and check the user's copy of the benchmark. None if the entry has none."""
         path: str | None = getattr(config, "reference", None)
         if path is None:
             return None
         if self.reference is None:
-            raise ConfigError(f"reference: suite {self.name} cannot read a copy of its benchmark; leave it out.")
+            raise ConfigError(f"reference: suite {self.name} cannot read a copy of its benchmark; remove `reference`.")
         if not (root / path).exists():
             raise ConfigError(
-                f"reference {path}: no such file or folder; give your clone of the benchmark's public repository, or "
+                f"reference {path}: no such file or folder; pass your clone of the benchmark's public repository, or "
                 "the prompt files that its scripts wrote."
             )
         found = {
@@ -125,7 +125,7 @@ class PlannedTasks(PlannedEval):
         limit, num_questions = inputs.context, sum(map(len, indices.values()))
         self.beyond_context = {length: num_questions for length in config.lengths if limit and length > limit}
         self._cut_to = config.cut_to(limit)
-        # Short ones first, so that there are results early; a task's questions stay together.
+        # Short lengths first, to get results early. Questions of a task stay together.
         self.question_ids = [
             QuestionId(task=name, length=length, index=index)
             for length in sorted(config.asked_lengths(config.lengths, limit))
@@ -147,7 +147,7 @@ class PlannedTasks(PlannedEval):
         task = self.tasks[question.task]
         if self.reference is not None and (question.task, question.length) in self.reference.prompts:
             return self.reference.prompts[question.task, question.length][question.index]
-        # A task leaves room for its own number of answer tokens; the difference is taken off the length.
+        # A task reserves its own number of answer tokens, so subtract only the difference.
         overhead = self.encoder.overhead(chat=self.chat[task.name]) + self.answer_tokens(task) - task.answer_tokens
         if not self.chat[task.name] and self.reference is not None and not self.reference.counts_opening:
             overhead -= len(self.encoder.opening)
@@ -205,15 +205,15 @@ class PlannedTasks(PlannedEval):
         self._is_listed = True
 
     def check(self) -> None:
-        """Build the first prompt of every task and length, unless all of them were built for prompts.jsonl."""
+        """Build the first prompt of every task and length, unless prompts.jsonl already lists all of them."""
         for _, questions in () if self._is_listed else groupby(self.question_ids, key=_block):
             self._encode(next(questions))
 
     def prepare(self, unit: Unit) -> Prompt:
-        """One prompt with all questions of the unit; the ids that they share are its context."""
+        """One prompt with all questions of the unit. Its context is their common ids."""
         task = self.tasks[unit.questions[0].task]
         encoded = [self._cached(question) or self._encode(question) for question in unit.questions]
-        # Short prompts only share a row, not a context.
+        # Short prompts share only a row, not a context.
         has_one_context = len({asked.context for asked, _ in encoded}) == 1
         shared = common_prefix([ids for _, ids in encoded]) if has_one_context else 0
         return Prompt(
@@ -273,7 +273,7 @@ class PlannedTasks(PlannedEval):
         if "pair" in asked.meta:
             sample["pair"] = asked.meta["pair"]
         if score is None:
-            # Everything that a judge needs, so that it can be asked later without the sources.
+            # Everything a judge needs, so that it can run later without the sources.
             sample["judge"] = {
                 "protocol": task.judge or "qa",
                 "question": str(asked.meta.get("question") or asked.question),
@@ -299,17 +299,17 @@ class PlannedTasks(PlannedEval):
         if self._cut_to is not None and len(ids) + answer > self._cut_to:
             asked, ids = self._cut(asked, ids, len(ids) + answer - self._cut_to, chat=chat)
         used = len(ids) + answer
-        # Finished prompts were written without regard to the model's template, and benchmarks' cuts leave a token more.
+        # Benchmark prompts ignore the model's template, and benchmarks' own cuts may leave one extra token.
         allowed = 0 if self.reference is None else self.encoder.overhead(chat=chat)
         if used > question.length + allowed and fit is None:
             raise DataError(
-                f"{self.suite.name} {question.task}: question {question.index} takes {used} tokens of "
-                f"{format_size(question.length)}, its answer included. Use a greater length or leave the task out."
+                f"{self.suite.name} {question.task}: question {question.index} needs {used} tokens of "
+                f"{format_size(question.length)}, including its answer. Use a larger length or remove the task."
             )
         return asked, ids
 
     def _cut(self, asked: Question, ids: np.ndarray, excess: int, *, chat: bool) -> EncodedQuestion:
-        """Cut the middle of the context, so that the prompt has `excess` tokens less."""
+        """Cut `excess` tokens from the middle of the context."""
 
         def build(context: str) -> EncodedQuestion:
             shorter = replace(asked, context=context)
@@ -326,11 +326,11 @@ class PlannedTasks(PlannedEval):
         prompts = {} if self.reference is None else self.reference.prompts
         counts = [len(prompts[task.name, length]) for length in self.config.lengths if (task.name, length) in prompts]
         if counts:
-            # The files' own order, and as many as every length has.
+            # Keep the order of the files. Take as many as every length has.
             return list(range(min(self.config.samples, *counts)))
         size = None if task.size is None else task.size(self.sources)
         if size == 0:
-            raise ConfigError(f"{self.suite.name}: task {task.name} has no questions in the data given; leave it out.")
+            raise ConfigError(f"{self.suite.name}: task {task.name} has no questions in the given data; remove it.")
         if size is None:
             return list(range(max(1, self.config.samples // task.together) * task.together))
         strata = [None if task.stratum is None else task.stratum(self.sources, at) for at in range(size)]
@@ -346,15 +346,15 @@ def _comparability(config: TaskEval, samples: Sequence[Sample]) -> dict[str, Any
 
 
 def _block(question: QuestionId) -> tuple[int, str]:
-    """Questions that may be answered together."""
+    """Key of questions that may be answered together."""
     return question.length, question.task
 
 
 def stratified_subset(strata: Sequence[Hashable], count: int, seed: int, *, together: int = 1) -> list[int]:
-    """Draw `count` indices, as equally from all strata as their sizes allow, in rising order.
+    """Draw `count` indices in ascending order, as evenly over strata as their sizes allow.
 
-    `together` consecutive indices are drawn all or not at all, and at least one such group is; the stratum of its
-    first index counts.
+    Each group of `together` consecutive indices is drawn whole or not at all, and at least one group is drawn. The
+    stratum of its first index counts.
     """
     firsts = strata[::together]
     groups = _subset(firsts, max(1, count // together), seed)
@@ -368,7 +368,7 @@ def _subset(strata: Sequence[Hashable], count: int, seed: int) -> list[int]:
     seen: dict[Hashable, int] = {}
     ranked = []
     for at in order:
-        # Index within its stratum: every first comes before any second.
+        # Rank within the stratum: all first elements come before all second ones.
         ranked.append((seen.setdefault(strata[at], 0), at))
         seen[strata[at]] += 1
     ranked.sort(key=lambda one: one[0])
@@ -376,7 +376,7 @@ def _subset(strata: Sequence[Hashable], count: int, seed: int) -> list[int]:
 
 
 def common_prefix(rows: Sequence[np.ndarray]) -> int:
-    """Count the ids that all rows begin with, leaving each row at least one of its own."""
+    """Length of the common prefix of all rows, leaving each row at least one id of its own."""
     shortest = min(map(len, rows)) - 1
     first = rows[0][:shortest]
     same = np.ones(shortest, dtype=bool)
@@ -386,12 +386,12 @@ def common_prefix(rows: Sequence[np.ndarray]) -> int:
 
 
 def _resolve(path: str, root: Path) -> str:
-    """Resolve a path from the recipe's folder; what does not exist may be a name that the suite knows (a Hub id)."""
+    """Resolve a path relative to the recipe's folder. A path that does not exist may be a Hub id."""
     return str(root / path) if (root / path).exists() else path
 
 
 def _path_digest(path: Path) -> str:
-    """Digest a file or folder; where neither exists here, its name."""
+    """Digest a file or folder. If neither exists, digest its name."""
     if path.is_dir():
         return folder_digest(path)
     return file_digest(path) if path.is_file() else digest(str(path))

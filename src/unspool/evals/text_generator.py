@@ -1,9 +1,10 @@
-"""Talk to a model about one text: in this process with a prompt cache, or through an OpenAI-compatible server."""
+"""Ask a model about a text: locally with a prompt cache, or through an OpenAI-compatible server."""
 
 import logging
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -24,31 +25,40 @@ logger = logging.getLogger(__name__)
 
 BeyondContext = Literal["refuse", "truncate", "ask"]
 DEFAULT_NEW_TOKENS = 512
-# How Python represents bytes of the command line that are not UTF-8; no tokenizer takes them.
+# Python represents non-UTF-8 bytes of the command line as these; tokenizers reject them.
 _UNENCODABLE = re.compile("[\ud800-\udfff]")
-# Between the text and the question.
+# Separates the text and the question.
 _BREAK = "\n\n"
-# What a decoder gives for bytes that are no whole character yet.
+# Decoders return this for bytes that are not yet a complete character.
 _INCOMPLETE = "\ufffd"
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationOptions:
     max_new_tokens: int | None = None
-    """None: DEFAULT_NEW_TOKENS, or fewer if the context ends before."""
+    """None: DEFAULT_NEW_TOKENS, or fewer if the context is too short."""
     chat: Chat = "auto"  # auto: use the chat template if there is one
-    beyond_context: BeyondContext = "refuse"  # truncate: drop the middle of the text; ask: read it all
+    beyond_context: BeyondContext = "refuse"  # truncate: drop the middle of the text; ask: read all of it
     sampling: Sampling = field(default_factory=Sampling)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextAnswer:
+    """An answer of a model, with token counts and times.
+
+    Example:
+        >>> import unspool
+        >>> answer = unspool.generate("asset:tiny-base", "Once upon a time", device="cpu", max_new_tokens=8)
+        >>> answer.finish_reason, answer.prompt_tokens > 0
+        ('length', True)
+    """
+
     question: str
     text: str
-    finish_reason: Literal["stop", "length"] | None  # None: a server answered
+    finish_reason: Literal["stop", "length"] | None  # None for a server
     prompt_tokens: int
     cached_tokens: int
-    """Prompt tokens that were not read again; 0 for servers, which do not say."""
+    """Prompt tokens taken from the cache; 0 for servers, which do not report it."""
     dropped_tokens: int
     """Tokens dropped from the text to fit the context."""
     answer_tokens: int
@@ -57,23 +67,37 @@ class TextAnswer:
 
 
 class TextGenerator:
-    """Answers questions about texts; a text that was read for the last question is not read again.
+    """Answers questions about texts. Does not read a text again if the previous question used it.
 
-    Weights are loaded with the first question, after its prompt was checked.
+    `load_generator` makes one. Weights are loaded with the first question, after its prompt was checked.
+
+    Example:
+        >>> import unspool
+        >>> generator = unspool.load_generator("asset:tiny-base", device="cpu", max_new_tokens=4)
+        >>> generator.context_length
+        256
     """
 
-    def __init__(self, model: BackendOptions, options: GenerationOptions = GenerationOptions()) -> None:  # noqa: B008
+    def __init__(
+        self,
+        model: BackendOptions,
+        options: GenerationOptions = GenerationOptions(),  # noqa: B008
+        *,
+        live: Any = None,
+    ) -> None:
+        """`live` is the backend of a model in memory."""
         if model.kind not in ("transformers", "openai"):
-            raise ConfigError(f"--backend {model.kind} does not generate text to read; use transformers or openai.")
-        self._model, self._options = model, options
+            raise ConfigError(f"`backend={model.kind!r}` does not generate readable text; use transformers or openai.")
+        self._model, self._options, self._live = model, options, live
         if model.kind == "openai" and model.endpoint is None:
-            # Every server has these; not every one takes token ids.
+            # All servers have these endpoints; not all accept token ids.
             model = replace(model, endpoint="chat" if self.uses_chat else "text")
-        backend: Any = build_backend(model)
+        backend: Any = live or build_backend(model)
         backend.connect()
         if backend.form.endpoint == "chat" and options.chat == "off":
             raise ConfigError(
-                "--chat off, but the chat endpoint always applies the server's template; use --endpoint text."
+                "`chat='off'` has no effect on the chat endpoint, which always applies the server's template; use "
+                "`endpoint='text'`."
             )
         if model.kind == "openai" and options.sampling.temperature:
             backend.server = replace(backend.server, sampling=asdict(options.sampling))
@@ -85,9 +109,9 @@ class TextGenerator:
         """Answer a question about a text, or continue the text if there is no question.
 
         Args:
-            text: What the model reads first; may be empty.
-            question: What follows after an empty line; may be empty.
-            on_text: Gets each piece of the answer when it is generated. The pieces make up the answer's text. A
+            text: The text that the model reads first. May be empty.
+            question: The question after the text and an empty line. May be empty.
+            on_text: Called with each generated piece of the answer. The joined pieces are the answer. A
                 server's answer comes in one piece.
 
         Raises:
@@ -107,10 +131,11 @@ class TextGenerator:
             on_text(pieces[0])
         else:
             cached = self._generator.reusable(ids)
-            for piece in _text_pieces(self._tokenizer, self._tokens(ids, cached, max_new_tokens), tokens):
-                first = first if pieces else time.monotonic()
-                pieces.append(piece)
-                on_text(piece)
+            with nullcontext() if self._live is None else self._live.answering():
+                for piece in _text_pieces(self._tokenizer, self._tokens(ids, cached, max_new_tokens), tokens):
+                    first = first if pieces else time.monotonic()
+                    pieces.append(piece)
+                    on_text(piece)
         is_local = self._model.kind != "openai"
         return TextAnswer(
             question=question,
@@ -125,9 +150,9 @@ class TextGenerator:
         )
 
     def check(self, text: str, question: str = "") -> None:
-        """Raise what `ask` would raise about the prompt, before any weights are loaded.
+        """Check the prompt like `ask`, before any weights are loaded.
 
-        Without a text and a question, only the model's config and tokenizer are checked.
+        Without a text and a question, check only the model's config and tokenizer.
         """
         if text or question:
             self._encode_checked(text, question)
@@ -136,12 +161,14 @@ class TextGenerator:
 
     @cached_property
     def context_length(self) -> int | None:
-        """Tokens that the model can read and write; None if its config does not say, as of a tokenizer alone."""
+        """Tokens that the model can read and write. None if the config does not set it."""
         if self._model.rope is not None:
             return self._model.rope.context_length
         if self._model.kind == "openai":
             limit = self._backend.context_limit
             return None if limit is None else int(limit.tokens)
+        if self._live is not None:
+            return int(self._live.context_limit.tokens)
         found = config_values(self._model.model).get("max_position_embeddings")
         return int(found) if found else None
 
@@ -149,12 +176,12 @@ class TextGenerator:
     def uses_chat(self) -> bool:
         has_template = PromptEncoder(self._tokenizer).has_template
         if self._options.chat == "on" and not has_template:
-            raise ConfigError("--chat on, but this model's tokenizer has no chat template; use --chat off or auto.")
+            raise ConfigError("`chat='on'`, but the model's tokenizer has no chat template; use `chat='off'` or auto.")
         return self._options.chat != "off" and has_template
 
     @cached_property
     def _tokenizer(self) -> Any:
-        return load_tokenizer(self._model.model)
+        return load_tokenizer(self._model.model) if self._live is None else self._live.tokenizer
 
     @cached_property
     def _encoder(self) -> PromptEncoder:
@@ -190,14 +217,14 @@ class TextGenerator:
         (answer,) = self._backend.answers(prompt)
         return str(answer)
 
-    # Prompts that fit the context
+    # Fit prompts into the context
 
     def _encode_checked(self, text: str, question: str) -> tuple[Question, np.ndarray, int]:
-        """Return the prompt, its ids, and how many tokens were dropped from the text."""
+        """Return (prompt, its ids, number of tokens dropped from the text)."""
         if not (text + question).strip():
-            raise ConfigError("the prompt is empty; give a text, a question or both.")
+            raise ConfigError("the prompt is empty; pass a text, a question or both.")
         if _UNENCODABLE.search(text + question):
-            raise ConfigError("the prompt holds bytes that are not UTF-8; convert it to UTF-8.")
+            raise ConfigError("the prompt contains bytes that are not UTF-8; convert it to UTF-8.")
         asked, ids = self._encode(text, question)
         if self.context_length is None or self._options.beyond_context == "ask":
             return asked, ids, 0
@@ -210,12 +237,12 @@ class TextGenerator:
                 return shorter, found, len(ids) - len(found)
         elif len(ids) + (answer or 1) <= limit:
             return asked, ids, 0
-        wanted = f" and its answer may take {answer:,} more" if answer else ""
+        wanted = f" and its answer up to {answer:,} more" if answer else ""
         raise ConfigError(
             f"the prompt has {len(ids) + self._encoder.template_tokens:,} tokens{wanted}, but {self._model.model} has "
-            f"a context of {self.context_length:,}. Give a shorter text, let --beyond-context truncate drop the middle "
-            "of the text, or ask anyway with --beyond-context ask; --rope yarn --context LENGTH extends the context "
-            "without training."
+            f"a context of {self.context_length:,}. Use a shorter text, drop the middle of the text with "
+            "`beyond_context='truncate'`, or keep it with `beyond_context='ask'`. `rope=yarn, context=LENGTH` extends "
+            "the context without training."
         )
 
     def _encode(self, text: str, question: str) -> tuple[Question, np.ndarray]:
@@ -235,14 +262,14 @@ class TextGenerator:
 
 
 def _text_pieces(tokenizer: Any, tokens: Iterable[int], seen: list[int]) -> Iterator[str]:
-    """Decode tokens as they come, and add them to `seen`; the pieces make up the text of all tokens."""
+    """Decode tokens as they arrive and add them to `seen`. The joined pieces are the text of all tokens."""
 
     def decoded(ids: list[int]) -> str:
-        # Cleaning would change characters that were given out before.
+        # Cleanup would change characters that were already yielded.
         return str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
-    # Tokens before `start` need no decoding any more; those from `start` to `end` were given out, and are decoded
-    # again because the text of a token may depend on the one before it.
+    # Tokens before `start` are done. Tokens from `start` to `end` were yielded, but are decoded again, because the text
+    # of a token may depend on the token before it.
     start = end = 0
     for token in tokens:
         seen.append(token)

@@ -1,8 +1,8 @@
-"""Short passes that check whether a model computes what we assume, and access to the parts of a decoder.
+"""Checks that a model computes what we assume, and access to the parts of a decoder.
 
 Architectures differ in ways that no config field shows: their own masks, logits scaled after the head, layers that
-carry a state from token to token, other rotations. Computed our way, such a model raises no error and is only wrong.
-So the numbers themselves are compared, on a few tokens.
+carry a state from token to token, other rotations. With our code, such a model would raise no error and compute wrong
+numbers. So these checks compare the numbers themselves, on a few tokens.
 """
 
 import math
@@ -21,7 +21,7 @@ DOC_LEN = 8
 # Far above rounding, far below the effect of any of these differences.
 TOLERANCE = 1e-2
 TOLERANCE_16_BITS = 5e-2
-# The size of attention windows during a check, smaller than a document.
+# Size of attention windows during a check: smaller than a test document.
 WINDOW = 4
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _WINDOW_FIELDS = ("sliding_window", "attention_chunk_size")
@@ -29,14 +29,14 @@ _WINDOW_FIELDS = ("sliding_window", "attention_chunk_size")
 
 @torch.no_grad()
 def check_finite(model: Any, what: str) -> None:
-    """Refuse weights with NaN or infinite values. Reads them once, where they are, without a copy."""
+    """Refuse weights with NaN or infinite values. Reads each weight once, on its device, without a copy."""
     weights = {name: weight for name, weight in model.named_parameters() if weight.dtype in _FLOATS}
     if not weights:
         return
-    # A sum is not finite if any value is not; one transfer from the device for all of them.
+    # A sum is not finite if any value is not. All sums take one transfer from the device.
     sums = torch.stack([weight.sum().float() for weight in weights.values()]).tolist()
     suspects = [name for name, total in zip(weights, sums, strict=True) if not math.isfinite(total)]
-    # Sums of 16-bit values can overflow by themselves.
+    # Sums of finite 16-bit values can overflow.
     counts = {name: int((~weights[name].isfinite()).sum()) for name in suspects}
     bad = [f"{name} ({count} of {weights[name].numel()})" for name, count in counts.items() if count]
     if bad:
@@ -48,7 +48,7 @@ def check_finite(model: Any, what: str) -> None:
 
 
 def check_tokens(model: Any, ids: Iterable[np.ndarray]) -> None:
-    """Refuse tokens for which the model has no embedding: on a GPU, one of them ends the process."""
+    """Refuse tokens without an embedding: on a GPU, one such token ends the process."""
     highest, size = max((int(some.max()) for some in ids if len(some)), default=0), num_embeddings(model)
     if highest >= size:
         raise ConfigError(f"the text holds token {highest}, and {no_embedding(size)}")
@@ -66,7 +66,7 @@ def no_embedding(size: int) -> str:
 
 
 def check_attention(model: Any, own: str) -> None:
-    """Refuse a model that computes something else with our attention `own` than with that of `transformers`."""
+    """Refuse a model whose hidden states with our attention `own` differ from those with eager attention."""
     with short_windows(model):
         ours = last_states(model, (DOC_LEN,))
         model.set_attn_implementation("eager")
@@ -74,7 +74,7 @@ def check_attention(model: Any, own: str) -> None:
             theirs = last_states(model, (DOC_LEN,))
         finally:
             model.set_attn_implementation(own)
-    # `check_trainable` reports weights that give no finite numbers.
+    # `check_trainable` reports models that compute infinite or undefined numbers.
     if bool(theirs.isfinite().all()) and not is_close(ours, theirs):
         raise ConfigError(
             f"{type(model).__name__} needs its own attention masks (in chunks, in both directions or sparse), which is "
@@ -83,7 +83,7 @@ def check_attention(model: Any, own: str) -> None:
 
 
 def check_trainable(model: Any) -> None:
-    """Refuse a model whose packed documents would see each other, or whose loss we would compute wrongly."""
+    """Refuse a model whose packed documents see each other, or whose loss we would compute wrongly."""
     both = last_states(model, (DOC_LEN, DOC_LEN))
     second = last_states(model, (DOC_LEN,), first=DOC_LEN)
     name = type(model).__name__
@@ -93,8 +93,8 @@ def check_trainable(model: Any) -> None:
         )
     if not is_close(both[DOC_LEN:], second):
         raise ConfigError(
-            f"{name} carries state from one packed document into the next (as state-space, linear-attention and "
-            "convolution layers do, and attention without document masks); use another model."
+            f"{name} carries state from one packed document into the next (like state-space, linear-attention and "
+            "convolution layers, or attention without document masks); use another model."
         )
     with torch.no_grad():
         own = model(input_ids=_tokens(model, DOC_LEN, DOC_LEN), use_cache=False).logits[0]
@@ -107,7 +107,7 @@ def check_trainable(model: Any) -> None:
 
 @torch.no_grad()
 def last_states(model: Any, doc_lens: tuple[int, ...], *, first: int = 0) -> Tensor:
-    """Return the last hidden states [T, D] of packed test documents, whose tokens are numbered from `first` on."""
+    """Return the last hidden states [T, D] of packed test documents, whose tokens are numbered from `first`."""
     tokens = _tokens(model, first, sum(doc_lens))
     positions = torch.cat([torch.arange(doc_len, device=tokens.device) for doc_len in doc_lens])[None]
     states = model.base_model(input_ids=tokens, position_ids=positions, doc_lens=doc_lens, use_cache=False)
@@ -123,7 +123,7 @@ def is_close(left: Tensor, right: Tensor) -> bool:
 
 @contextmanager
 def short_windows(model: Any) -> Iterator[None]:
-    """Set windows and chunks of attention to a few tokens, wherever the model stores their size."""
+    """Inside the context, shrink attention windows and chunks to a few tokens, wherever the model stores their size."""
     holders = {id(holder): holder for holder in (model.config, model.config.get_text_config(), *model.modules())}
     changed = []
     for holder in holders.values():
@@ -140,12 +140,12 @@ def short_windows(model: Any) -> Iterator[None]:
 
 
 def _tokens(model: Any, first: int, count: int) -> Tensor:
-    # Different tokens from all of the vocabulary: the step is prime.
+    # Distinct tokens spread over the vocabulary: the stride is prime.
     numbers = torch.arange(first, first + count, device=model.device)
     return torch.remainder(numbers * 7919, int(model.config.vocab_size))[None]
 
 
-# The parts of a decoder, found by structure and not by family.
+# The parts of a decoder, found by structure, not by model family.
 
 
 _NUM_PROBE_STATES = 6
@@ -156,7 +156,7 @@ def layers_of(model: Any) -> list[nn.Module]:
     if not isinstance(layers, nn.ModuleList):
         raise ConfigError(
             f"{type(model).__name__} does not keep its layers in `model.layers`, which memory settings need; "
-            "leave activation_checkpointing, mlp_tiles, attention_heads_at_once and compile out."
+            "remove activation_checkpointing, mlp_tiles, attention_heads_at_once and compile."
         )
     return list(layers)
 
@@ -168,14 +168,14 @@ def attention_of(layer: nn.Module) -> Any:
     if len(found) != 1:
         raise ConfigError(
             f"{type(layer).__name__} has {len(found)} attention modules where one is expected; "
-            "leave attention_heads_at_once out and use activation_checkpointing none or full."
+            "remove attention_heads_at_once and set activation_checkpointing to none or full."
         )
     return found[0]
 
 
 @contextmanager
 def intercept_attention(model: Any, exchange_of: Callable[[int], Callable[..., Tensor]]) -> Iterator[None]:
-    """Call `exchange_of(layer)` in place of each layer's attention kernel, which it gets as its first argument."""
+    """Inside the context, call `exchange_of(layer)` in place of a layer's kernel, with the kernel as first argument."""
     attentions = [attention_of(layer) for layer in layers_of(model)]
     assert all(getattr(one, "exchange", None) is None for one in attentions), "attention is intercepted already"
     for number, one in enumerate(attentions):
@@ -188,7 +188,7 @@ def intercept_attention(model: Any, exchange_of: Callable[[int], Callable[..., T
 
 
 def tokenwise_modules(model: Any) -> Iterator[nn.Module]:
-    """Yield the modules that compute each token by itself: norms and MLPs of all layers, and the final norm."""
+    """Yield the modules that compute each token separately: norms and MLPs of all layers, and the final norm."""
     for layer in layers_of(model):
         attention = attention_of(layer)
         yield from (part for part in layer.children() if part is not attention and _has_parameters(part))
@@ -198,7 +198,7 @@ def tokenwise_modules(model: Any) -> Iterator[nn.Module]:
 
 
 def probe_states(weight: Tensor, hidden_size: int) -> Tensor:
-    """Return a few hidden states to test a module with, on the device and in the dtype of `weight`."""
+    """Return a few hidden states for testing a module, on the device and in the dtype of `weight`."""
     numbers = torch.arange(_NUM_PROBE_STATES * hidden_size, device=weight.device)
     return (numbers * 0.7).sin().to(weight.dtype).view(1, _NUM_PROBE_STATES, hidden_size)
 
@@ -208,7 +208,7 @@ def check_tokenwise(module: nn.Module, hidden_size: int) -> None:
     """Refuse a module whose result for a token depends on other tokens."""
     name = type(module).__name__
     if any(isinstance(inner, nn.Dropout) and inner.p > 0 for inner in module.modules()):
-        raise ConfigError(f"mlp_tiles: {name} has dropout, which tiles would change; leave mlp_tiles out.")
+        raise ConfigError(f"mlp_tiles: {name} has dropout, which tiles would change; remove mlp_tiles.")
     states = probe_states(next(module.parameters()), hidden_size)
     whole = module(states)
     if isinstance(whole, Tensor) and whole.shape == states.shape:
@@ -217,8 +217,8 @@ def check_tokenwise(module: nn.Module, hidden_size: int) -> None:
         if is_close(halves.float(), whole.float()):
             return
     raise ConfigError(
-        f"mlp_tiles: {name} does not compute each token by itself (or returns more than hidden states), so it cannot "
-        "be computed in tiles; leave mlp_tiles out."
+        f"mlp_tiles: {name} does not compute each token separately (or returns more than hidden states), so it cannot "
+        "be computed in tiles; remove mlp_tiles."
     )
 
 

@@ -1,4 +1,4 @@
-"""Configs of models: sizes of new ones, and the values of existing ones without their weights. Imports no torch."""
+"""Model configs: sizes of new models, and config values of existing models without their weights. Imports no torch."""
 
 import json
 from pathlib import Path
@@ -23,8 +23,8 @@ _COUNTS = (
     "max_position_embeddings",
 )
 
-# Llama-architecture shapes; the vocabulary comes from the tokenizer. Eight small heads: the only one of ten trials
-# that learned to recall a stated fact had them, though three others with eight did not (benchmarks/README.md).
+# Llama-architecture shapes; the vocabulary comes from the tokenizer. Eight small heads: of ten trials, only one learned
+# to recall a stated fact, and it had eight heads. Three others with eight did not (benchmarks/README.md).
 SIZES: dict[str, dict[str, Any]] = {
     "4M": {
         "hidden_size": 256,
@@ -54,7 +54,7 @@ class NewModel(Config):
 
 
 def config_values(ref: str) -> dict[str, Any]:
-    """Read the config of a Hub id, a folder or a GGUF file, with the architecture's defaults; of its text part only."""
+    """Read the text config of a Hub id, a folder or a GGUF file, with the architecture's defaults."""
     check_weights(ref, digests=False)
     content = read_config_file(ref)
     check_values(ref, content)
@@ -68,7 +68,7 @@ def config_values(ref: str) -> dict[str, Any]:
 
 
 def check_values(ref: str, values: dict[str, Any]) -> None:
-    """Refuse sizes that no model can have, before `transformers` computes with them."""
+    """Refuse impossible sizes before `transformers` computes with them."""
     for name in _COUNTS:
         value = values.get(name)
         if isinstance(value, int | float | str) and (not isinstance(value, int) or value < 1):
@@ -76,8 +76,8 @@ def check_values(ref: str, values: dict[str, Any]) -> None:
 
 
 def original_context(ref: str) -> int:
-    """Read the context length of a model before any stage."""
-    # A folder of ours may have a model_type that only we know, so its file is read as it is.
+    """Read a model's original context length: the one before any stage."""
+    # An exported folder may have a model_type that only Unspool knows, so its file is read directly.
     found = read_config_file(ref) or _load_config(ref, {}).to_dict()
     if not found.get("max_position_embeddings"):
         raise ConfigError(
@@ -88,7 +88,7 @@ def original_context(ref: str) -> int:
 
 
 def read_config_file(ref: str) -> dict[str, Any]:
-    """Read config.json of a folder as it is; empty for a Hub id or a GGUF file."""
+    """Read config.json of a folder without interpreting it; empty for a Hub id or a GGUF file."""
     path = Path(ref) / "config.json"
     try:
         content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
@@ -100,9 +100,9 @@ def read_config_file(ref: str) -> dict[str, Any]:
 
 
 def build_plain_config(content: dict[str, Any]) -> Any:
-    """Build the config of the plain architecture from config.json of a model with a base per head, which it keeps.
+    """Build the plain architecture's config from config.json of a model with a base per head; it keeps the bases.
 
-    An exported folder has a model_type that only we know. One that a user saved has that of the plain architecture.
+    An exported folder has a model_type that only Unspool knows. A folder that a user saved has the plain model_type.
     """
     from transformers import AutoConfig
 
@@ -123,7 +123,7 @@ def _load_config(ref: str, content: dict[str, Any]) -> Any:
         return AutoConfig.from_pretrained(**location(ref), trust_remote_code=False)
     except UnspoolError:
         raise
-    except Exception as error:  # of any type: config classes compute with whatever the file says
+    except Exception as error:  # of any type: config classes do not check values before they compute with them
         raise _unreadable(ref, error) from error
 
 

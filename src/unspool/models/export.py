@@ -1,8 +1,8 @@
-"""Export to a folder that plain `transformers` loads, and the check that it computes the same there.
+"""Export a model to a folder that plain `transformers` loads, and check that it computes the same logits there.
 
-A `transformers` config cannot express a base per head. Such a folder gets a model_type and an architecture that no
-engine knows, so that loading it elsewhere fails instead of computing other positions. It also gets modeling_harpe.py,
-which `transformers` uses if the user allows its code.
+A `transformers` config cannot express a base per head. The folder of such a model has a model_type and an architecture
+that no engine knows, so other engines fail instead of computing other positions. The folder also holds
+modeling_harpe.py, which `transformers` runs with trust_remote_code=True.
 """
 
 import json
@@ -31,7 +31,7 @@ from unspool.models.tensor_files import TensorFile, write_tensor_files
 from unspool.rope.tables import STORES_ORIGINAL_LEN, global_parameters, old_fields, tables
 
 HARPE_TYPE = modeling_harpe.MODEL_TYPE
-# Larger models are several files, which are written at the same time.
+# Larger models are split into several files, which are written in parallel.
 SHARD_SIZE = "4GB"
 
 
@@ -41,7 +41,7 @@ def save_model(model: Any, tokenizer: Any, folder: Path, *, dtype: torch.dtype) 
     with _collect_shards() as shards:
         model.save_pretrained(folder, state_dict=_converted(model, dtype), max_shard_size=SHARD_SIZE)
     write_tensor_files(shards)
-    # Otherwise the tokenizer would truncate texts to the old context length.
+    # The tokenizer would truncate texts to the old context length otherwise.
     tokenizer.model_max_length = max(tokenizer.model_max_length, model.config.max_position_embeddings)
     tokenizer.save_pretrained(folder)
     path = folder / "config.json"
@@ -59,7 +59,7 @@ def save_model(model: Any, tokenizer: Any, folder: Path, *, dtype: torch.dtype) 
 
 @contextmanager
 def _collect_shards() -> Iterator[list[TensorFile]]:
-    """Inside, `save_pretrained` decides about names and shards, and leaves writing them to the caller."""
+    """Inside the context, `save_pretrained` chooses names and shards, and the caller writes the files."""
     shards: list[TensorFile] = []
 
     def collect(tensors: dict[str, Tensor], path: str, metadata: dict[str, str]) -> None:
@@ -80,7 +80,7 @@ def _harpe_config(plain: dict[str, Any], bases: Any) -> dict[str, Any]:
         "model_type": HARPE_TYPE,
         "plain_type": plain["model_type"],
         "head_bases": bases,
-        # Converters and engines may use this name alone, so it must not be that of the plain architecture.
+        # Converters and engines may read only this name, so it must not be the plain architecture's.
         "architectures": [model],
         "auto_map": {"AutoConfig": f"{file}.{config}", "AutoModelForCausalLM": f"{file}.{model}"},
         # For transformers before v5, which must refuse it too.
@@ -89,19 +89,19 @@ def _harpe_config(plain: dict[str, Any], bases: Any) -> dict[str, Any]:
 
 
 def _add_old_fields(config: dict[str, Any]) -> dict[str, Any]:
-    """Add RoPE settings in the form of transformers before v5, if that can express them."""
+    """Add RoPE settings in the format of transformers before v5, if that format can express them."""
     parameters, max_positions = config.get("rope_parameters") or {}, config["max_position_embeddings"]
     fields = (old_fields(parameters, max_positions) if parameters else None) or {}
     scaling = fields.get("rope_scaling")
     if config["model_type"] == "phi3" and scaling:
-        # Phi-3 before v5 allows three fields, and computes the attention factor from the two lengths. Where that gives
-        # another number, all fields are written, which it refuses.
+        # Phi-3 before v5 allows three fields, and computes the attention factor from the two lengths. If that factor
+        # differs, all fields are written, so that old versions refuse the config.
         three = {key: scaling[key] for key in ("type", "short_factor", "long_factor")}
         only = {key: value for key, value in parameters.items() if key not in ("factor", "attention_factor")}
         own = tables(only, 2 * len(three["short_factor"]), max_positions=max_positions)
         if math.isclose(own.attention_factor, scaling["attention_factor"], rel_tol=1e-9):
             fields["rope_scaling"] = three
-    # Fields that an earlier export wrote must not survive the settings that they repeat.
+    # Remove fields that an earlier export wrote for other settings.
     repeated = {"rope_theta", "rope_scaling"}
     if parameters and global_parameters(config)["rope_type"] not in STORES_ORIGINAL_LEN:
         repeated.add("original_max_position_embeddings")
@@ -109,7 +109,7 @@ def _add_old_fields(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _converted(model: Any, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return the weights in `dtype`; tied ones still share memory, so that they are written once."""
+    """Return the weights in `dtype`; tied weights still share memory, so they are written once."""
     converted: dict[tuple[int, torch.Size], Tensor] = {}
     weights = {}
     for name, tensor in model.state_dict().items():
@@ -147,7 +147,7 @@ class PlainProcess(AbstractContextManager["PlainProcess"]):
             child.stdin.flush()
             line = child.stdout.readline()
         except BrokenPipeError:
-            pass  # it has exited, and its error is read below
+            pass  # the process has exited, and its error is read below
         if not line:
             code, lines = child.wait(), self._errors.read_text().strip().splitlines()
             raise PlainError(lines[-1] if lines else f"exit code {code}")
@@ -164,7 +164,7 @@ class PlainProcess(AbstractContextManager["PlainProcess"]):
         if self._child is None:
             with self._errors.open("w") as errors:
                 self._child = subprocess.Popen(
-                    # -P: modules beside the script belong to Unspool and must not be importable by their bare names.
+                    # -P: modules next to the script belong to Unspool and must not be importable as top-level modules.
                     [sys.executable, "-P", str(SCRIPT)],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
@@ -177,7 +177,7 @@ class PlainProcess(AbstractContextManager["PlainProcess"]):
 
     def __exit__(self, *_: object) -> None:
         if self._child is not None:
-            # Closing its input ends it.
+            # The process exits when its input is closed.
             self._child.communicate()
         self._scratch.cleanup()
 
@@ -185,7 +185,7 @@ class PlainProcess(AbstractContextManager["PlainProcess"]):
 def build_request(
     folder: Path, passes: list[dict[str, Any]], *, text: str | None, device: torch.device
 ) -> dict[str, Any]:
-    """Describe passes for plain_logits.py. The folder's own code may run, because we wrote it."""
+    """Return a request to plain_logits.py for `passes`. The folder's own code may run, because Unspool wrote it."""
     config = json.loads((folder / "config.json").read_text())
     return {
         "folder": str(folder.resolve()),
@@ -202,15 +202,15 @@ def build_request(
 TEXT = "The river runs past the old mill; 1, 2, 3.\n\nBeyond it, nothing."
 SHORT, LONG, FAR = 16, 512, 64
 KEEP = 64
-# Relative to the largest logit. Both sides compute in fp32, so only the order of sums differs.
+# Relative to the largest logit. Both sides compute in fp32, so they differ only in the order of sums.
 TOLERANCE = 2e-4
-# For logits in the exported dtype against ours in fp32: rounding through many layers.
+# For logits in the exported dtype against fp32 logits: rounding in many layers.
 ROUNDING = {torch.bfloat16: 0.25, torch.float16: 0.1}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pass:
-    """Tokens at positions, and our logits for the last `keep` of them."""
+    """Tokens with their positions, and our logits for the last `keep` tokens."""
 
     name: str
     ids: list[int]
@@ -218,7 +218,7 @@ class Pass:
     logits: Tensor
     tolerance: float = TOLERANCE
     dtype: str = "float32"
-    cached: bool = False  # the last `keep` tokens are computed in a second call, with a cache of the others
+    cached: bool = False  # compute the last `keep` tokens in a second call, with a cache of the others
 
     @property
     def keep(self) -> int:
@@ -242,7 +242,7 @@ class Compared:
 
 
 def round_weights(model: Any, dtype: torch.dtype) -> None:
-    """Round the weights to the values that they will have in a file of `dtype`."""
+    """Round the weights to the values that a file of `dtype` stores."""
     with torch.no_grad():
         for tensor in model.state_dict().values():
             if tensor.is_floating_point():
@@ -254,7 +254,7 @@ def our_passes(model: Any, dtype: torch.dtype) -> list[Pass]:
     """Compute the logits of a model in fp32 whose weights are rounded to `dtype`."""
     context = int(model.config.max_position_embeddings)
     num_long = min(LONG, context)
-    # Distances up to the whole context, with few tokens.
+    # A few tokens, at distances up to the context length.
     spread = torch.linspace(0, context - 1, min(FAR, context)).long().tolist()
     short = _computed(model, "short", list(range(min(SHORT, context))))
     long = _computed(model, "long", list(range(num_long)))
@@ -268,7 +268,7 @@ def our_passes(model: Any, dtype: torch.dtype) -> list[Pass]:
 
 @torch.inference_mode()
 def live_pass(model: Any) -> Callable[[torch.dtype], Pass]:
-    """Compute the logits of a model as the caller holds it; returns the comparison with a file of some dtype."""
+    """Compute the logits of a model in memory; return the pass to compare with an exported file of some dtype."""
     computed = _computed(model, "in memory", list(range(min(SHORT, int(model.config.max_position_embeddings)))))
 
     def compare(dtype: torch.dtype) -> Pass:
@@ -279,7 +279,7 @@ def live_pass(model: Any) -> Callable[[torch.dtype], Pass]:
 
 
 def _computed(model: Any, name: str, positions: list[int]) -> Pass:
-    # Tokens from all of the vocabulary: the step is prime.
+    # Tokens spread over the vocabulary: the stride is prime.
     vocabulary = model.get_input_embeddings().weight.shape[0]
     ids = [7919 * number % vocabulary for number in range(1, len(positions) + 1)]
     tokens, places = (torch.tensor([values], device=model.device) for values in (ids, positions))

@@ -29,7 +29,7 @@ def load(
     """Load a model and its tokenizer, with attention that keeps packed documents apart.
 
     The model is a plain `transformers` model in evaluation mode, so any trainer takes it. Only safetensors are read,
-    no remote code runs, and a model that would be computed wrongly is refused.
+    and no remote code runs. A model that Unspool would compute wrongly is refused.
 
     Args:
         model: A model folder, a run or one of its stages, a `.gguf` file, a Hub id, or `asset:tiny-base`.
@@ -40,7 +40,7 @@ def load(
         The model and its fast tokenizer.
 
     Raises:
-        ConfigError: There is no such model, it is damaged, or its architecture is not supported.
+        ConfigError: The model does not exist, is damaged, or has an unsupported architecture.
 
     Example:
         >>> import unspool
@@ -55,10 +55,10 @@ def load(
 
 
 def extend(model: "PreTrainedModel", context_length: int | str, rope: RopeMethod | None = None) -> "PreTrainedModel":
-    """Give a model RoPE settings for a longer context, in place. It still has to be trained at that length.
+    """Set a model's RoPE settings for a longer context, in place. The model must still be trained at that length.
 
-    The config changes with the model, so saving and loading it keeps the settings. The tables that `transformers`
-    computes from them are compared with our own first.
+    The config changes too, so saving and loading keeps the settings. The RoPE tables that `transformers` computes from
+    them are first compared with Unspool's own.
 
     Args:
         model: A model of `load`, or any RoPE model of `transformers`. `HARPE` needs attn_implementation="unspool".
@@ -91,11 +91,11 @@ def extend(model: "PreTrainedModel", context_length: int | str, rope: RopeMethod
 
 
 def pick_device(wanted: str | torch.device) -> torch.device:
-    """The device that `auto`, `cpu` or `cuda` names; ConfigError if it is not here."""
+    """Return the device for `auto`, `cpu` or `cuda`; ConfigError if this machine does not have it."""
     if isinstance(wanted, torch.device):
         return wanted
     if wanted not in DEVICES:
-        raise ConfigError(f"--device {wanted!r} is not known; use {', '.join(DEVICES)}.")
+        raise ConfigError(f"`device` {wanted!r} is not known; use {', '.join(DEVICES)}.")
     if wanted == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device: cuda is not available here; use auto or cpu.")
     return torch.device("cuda" if wanted == "cuda" or (wanted == "auto" and torch.cuda.is_available()) else "cpu")

@@ -1,8 +1,8 @@
-"""Fused operators between the matrix products: norms, rotations, the gate of an MLP; and mixed precision.
+"""Fused operators between the matrix products (norms, rotations, MLP gates), and mixed precision.
 
-Results change by no more than rounding. Compiled functions take tensors only, so that each is compiled once for all
-layers and few lengths, inside of what memory settings wrap. Matrix products and attention stay outside: they are
-kernels already, a recomputed layer can stop before its last product, and attention depends on the document lengths,
+Results change only by rounding. Compiled functions take only tensors, so each is compiled once for all layers, and for
+few lengths. They are inside the regions that memory settings wrap. Matrix products and attention are not compiled. They
+are kernels already, a recomputed layer can stop before its last product, and attention depends on document lengths,
 which always differ. Compiling takes some seconds.
 """
 
@@ -17,20 +17,20 @@ from torch import Tensor, nn
 
 from unspool.models.checks import attention_of, is_close, layers_of, probe_states, tokenwise_modules
 
-# The name in `transformers` of the rotation of queries and keys, in every family with RoPE.
+# Name of the function in `transformers` that rotates queries and keys, the same in every family with RoPE.
 ROTATE = "apply_rotary_pos_emb"
-# Parameters × prompt tokens from which compiling pays: at the shape of Llama-3-8B fused operators save 0.5 s per 128K
-# tokens (8.0e9 × 131,072 = 1.05e15), compiling takes about 15 s, and 15 / 0.5 × 1.05e15 = 3.2e16.
+# Parameters × prompt tokens above which compiling saves time. At the shape of Llama-3-8B fused operators save 0.5 s per
+# 128K tokens (8.0e9 × 131,072 = 1.05e15), compiling takes about 15 s, and 15 / 0.5 × 1.05e15 = 3.2e16.
 PAYS_FROM = 3.2e16
-# A pass of fewer tokens is dominated by launches and reading weights.
+# In passes of fewer tokens, kernel launches and reading weights dominate.
 MIN_PREFILL_TOKENS = 512
 
 
 def fuse_parts(model: Any, *, least_tokens: int | None = None) -> None:
-    """Change `model` in place; once, before its memory settings.
+    """Fuse operators of `model` in place. Call this once, before memory settings are applied.
 
-    Without `least_tokens`, functions are compiled for each length, of which training has few. With it, one kernel
-    serves all lengths from there on, and shorter passes run the original code.
+    Without `least_tokens`, functions are compiled for each length; training has few lengths. With it, one kernel serves
+    all lengths from `least_tokens`, and shorter passes run the original code.
     """
     gates: dict[str, Gate] = {}
     for module in tokenwise_modules(model):
@@ -41,18 +41,18 @@ def fuse_parts(model: Any, *, least_tokens: int | None = None) -> None:
 
 
 def pays_to_fuse(model: Any, tokens: int) -> bool:
-    """Return whether fusing saves more time on prompts of this many tokens than compiling takes."""
+    """Return whether fusing saves more time on this many prompt tokens than compiling takes."""
     return bool(model.device.type == "cuda" and tokens * model.num_parameters() >= PAYS_FROM)
 
 
 def fuse_for_reading(model: Any) -> None:
-    """Fuse for prompts of many lengths, in inference mode too; decoding steps run the original code."""
+    """Fuse operators for prompts of many lengths, also in inference mode; decoding steps run the original code."""
     fuse_parts(model, least_tokens=MIN_PREFILL_TOKENS)
 
 
 @dataclass(frozen=True)
 class Gate:
-    """An activation function, which has no weights, and its kernel: one for all layers."""
+    """An activation function without weights, and its kernel, which all layers share."""
 
     act: Callable[[Tensor], Tensor]
     compiled: Callable[[Tensor, Tensor], Tensor]
@@ -61,7 +61,7 @@ class Gate:
 def _compile(
     function: Callable[..., Any], least_tokens: int | None, *, plain: Callable[..., Any] | None = None
 ) -> Callable[..., Any]:
-    """Compile a function of tensors whose second-to-last dimension counts tokens; shorter inputs go to `plain`."""
+    """Compile a function of tensors whose second-to-last dimension is tokens; `plain` computes shorter inputs."""
     fused: Callable[..., Any] = torch.compile(function)
     if least_tokens is None:
         return fused
@@ -73,7 +73,7 @@ def _compile(
             return uncompiled(*args, **kwargs)
         for each in given:
             if isinstance(each, Tensor) and each.dim() > 1:
-                # Otherwise the first length would get a kernel of its own.
+                # Without this, the first length would get its own kernel.
                 torch._dynamo.maybe_mark_dynamic(each, each.dim() - 2)
         return fused(*args, **kwargs)
 
@@ -115,7 +115,7 @@ def _same(one: Callable[[Tensor], Any], other: Callable[[Tensor], Tensor], weigh
 def _fuse_rotation(attention: Any, least_tokens: int | None = None) -> None:
     """Let this module's `forward` call a compiled `apply_rotary_pos_emb`.
 
-    Its code runs with other globals. Changing the module of `transformers` would affect other models.
+    The function's code runs with changed globals. Changing the `transformers` module would affect other models.
     """
     function = getattr(attention.forward, "__func__", None)
     rotate = getattr(function, "__globals__", {}).get(ROTATE)
@@ -129,9 +129,9 @@ def _fuse_rotation(attention: Any, least_tokens: int | None = None) -> None:
 
 @cache
 def _compiled_rotation(rotate: Any, least_tokens: int | None = None) -> Any:
-    """Compile once for all layers. The output is laid out by token, which attention kernels take without a copy.
+    """Compile once for all layers. The output is laid out by token, so attention kernels need no copy.
 
-    Tables and products are fp32, and rounded here to the model's dtype, as attention would do.
+    Tables and products are fp32. The result is rounded to the model's dtype here; attention would do it otherwise.
     """
 
     def by_token(query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
@@ -145,7 +145,7 @@ def _compiled_rotation(rotate: Any, least_tokens: int | None = None) -> Any:
 
 
 def require_exact_fp32() -> None:
-    """Disable TF32, whatever the environment says (NVIDIA's containers enable it).
+    """Disable TF32, even if the environment enables it, as NVIDIA's containers do.
 
     TF32 has 11 bits, and `transformers` up to 5.18 multiplies frequencies by positions in a matrix product: from
     position 2,048 on, neighbors would get the same position.
@@ -159,13 +159,13 @@ def compute_in_bf16(model: Any) -> None:
 
 
 def cast_parameters(model: Any, dtype: torch.dtype) -> None:
-    """Cast parameters but not buffers, as `transformers` does when it loads a model in `dtype`."""
+    """Cast parameters, but not buffers, as `transformers` does when it loads a model in `dtype`."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
 
 
 def keep_tables(model: Any) -> None:
-    """Keep the tables of positions in fp32: `transformers` rounds them to the dtype of the rotary module's input."""
+    """Keep the RoPE tables in fp32: `transformers` would round them to the dtype of the rotary module's input."""
     rotary = getattr(model.base_model, "rotary_emb", None)
     if rotary is not None and any(name.endswith("inv_freq") for name, _ in rotary.named_buffers()):
         rotary.register_forward_pre_hook(_pass_fp32)

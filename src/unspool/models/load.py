@@ -1,6 +1,6 @@
-"""Models from a Hub id, a folder or a GGUF file, new models, and models that embed texts.
+"""Load models from a Hub id, a folder or a GGUF file, build new models, and embed texts.
 
-Only safetensors are read and no remote code runs. A model that we would compute wrongly is refused.
+Only safetensors are read, and no remote code runs. A model that we would compute wrongly is refused.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -25,6 +25,7 @@ from unspool.core.artifacts import read_manifest
 from unspool.core.errors import ConfigError, UnspoolError
 from unspool.data.strategies.utk.special_tokens import ALL_KNOTS, add_knots, trained_ids
 from unspool.models.attention.interface import NAME, register
+from unspool.models.attention.padding import skip_masks
 from unspool.models.checks import check_attention, check_finite
 from unspool.models.config import SIZES, NewModel, build_plain_config, check_values, read_config_file
 from unspool.models.fuse import require_exact_fp32
@@ -73,13 +74,13 @@ def load_model(ref: str, *, device: torch.device, dtype: torch.dtype) -> Any:
     check_attention(model, NAME)
     if bases is not None:
         apply_head_bases(model, bases)
-    model.base_model.register_forward_pre_hook(_refuse_padding, with_kwargs=True)
+    skip_masks(model)
     return model
 
 
 @contextmanager
 def _check_files(ref: str) -> Iterator[None]:
-    """Check headers before the weights are loaded, and digests meanwhile; a wrong digest explains any other error."""
+    """Check headers before the weights are loaded, and digests during loading; a wrong digest replaces other errors."""
     check_weights(ref, digests=False)
     with ThreadPoolExecutor(1, "unspool-digests") as pool:
         digests = pool.submit(check_weights, ref)
@@ -87,16 +88,6 @@ def _check_files(ref: str) -> Iterator[None]:
             yield
         finally:
             digests.result()
-
-
-def _refuse_padding(backbone: Any, args: Any, kwargs: dict[str, Any]) -> None:
-    """Refuse padded batches from other code, such as `generate`: our attention builds no mask, and would ignore it."""
-    mask = kwargs.get("attention_mask")
-    if isinstance(mask, torch.Tensor) and backbone.config._attn_implementation == NAME and not bool(mask.all()):
-        raise ConfigError(
-            f"attn_implementation={NAME!r} does not support padding; give one text at a time, or packed documents with "
-            "doc_lens and position_ids."
-        )
 
 
 @contextmanager
@@ -107,9 +98,9 @@ def _explain_errors(ref: str, what: str) -> Iterator[None]:
         yield
     except UnspoolError:
         raise
-    except Exception as error:  # of any type: `transformers` computes with whatever the files say
+    except Exception as error:  # of any type: `transformers` does not check values before it computes with them
         if isinstance(error, KeyError) and error.args[:1] == (NAME,):
-            # Architectures that do not look up attention where ours is registered.
+            # Architectures that do not use the attention registry.
             raise ConfigError(
                 f"model {ref}: its architecture has its own attention code, which is not supported; "
                 "use a model such as Llama, Qwen or Mistral."
@@ -119,17 +110,17 @@ def _explain_errors(ref: str, what: str) -> Iterator[None]:
 
 
 def _check_complete(model: Any, loading: dict[str, Any], ref: str, what: str) -> None:
-    """Refuse weights that do not fit the config: `transformers` would only warn, and compute something else."""
+    """Refuse weights that do not fit the config: `transformers` would only warn and compute something else."""
     if loading["missing_keys"]:
         missing = ", ".join(sorted(loading["missing_keys"])[:3])
-        raise ConfigError(f"{what} {ref}: its files lack weights ({missing}, …); download it again.")
+        raise ConfigError(f"{what} {ref}: weights are missing from its files ({missing}, …); download it again.")
     for name, stored, wanted in sorted(loading["mismatched_keys"]):
         raise ConfigError(
-            f"{what} {ref}: {name} has shape {tuple(stored)} in its file, but {tuple(wanted)} by its config; "
+            f"{what} {ref}: {name} has shape {tuple(stored)} in its file, but the config requires {tuple(wanted)}; "
             "download it again."
         )
     layers = (f"{model.base_model_prefix}.layers.", "layers.")
-    # Old files also store the RoPE table, which the config gives.
+    # Old files also store the RoPE table, which is computed from the config.
     unused = sorted(
         name for name in loading["unexpected_keys"] if name.startswith(layers) and not name.endswith(".inv_freq")
     )
@@ -141,7 +132,7 @@ def _check_complete(model: Any, loading: dict[str, Any], ref: str, what: str) ->
 
 
 def _text_model_options(ref: str) -> dict[str, Any]:
-    """Return options to load only the language model of a multimodal model; else nothing."""
+    """Return options that load only the language model of a multimodal model; empty for other models."""
     if Path(ref).suffix == ".gguf":
         return {}
     config = AutoConfig.from_pretrained(**location(ref), trust_remote_code=False)
@@ -153,7 +144,7 @@ def _text_model_options(ref: str) -> dict[str, Any]:
 
 @contextmanager
 def _hide_gguf_progress() -> Iterator[None]:
-    """Show the progress bar of GGUF conversion, which `transformers` has no setting for, on terminals only."""
+    """Show the progress bar of GGUF conversion only on terminals; `transformers` has no setting for this."""
     from transformers import modeling_gguf_pytorch_utils as gguf_conversion  # import late: it takes half a second
 
     bar = gguf_conversion.tqdm
@@ -165,7 +156,7 @@ def _hide_gguf_progress() -> Iterator[None]:
 
 
 def _forget_quantization(model: Any) -> None:
-    """Remove the mark of a quantized model: a GGUF file is dequantized, but `transformers` would refuse to save it."""
+    """Remove the quantization mark of a dequantized GGUF model, which `transformers` would refuse to save."""
     for holder, name in ((model, "hf_quantizer"), (model.config, "quantization_config")):
         if hasattr(holder, name):
             delattr(holder, name)
@@ -188,11 +179,12 @@ def build_new(new: NewModel, tokenizer: Any, *, seed: int) -> Any:
     )
     model = LlamaForCausalLM(config)
     decide_by_document(model)
+    skip_masks(model)
     return model
 
 
 def add_special_tokens(model: Any, tokenizer: Any, rows: dict[str, Path]) -> None:
-    """Give model and tokenizer the special tokens (UTK) of `rows`; existing ones stay as they are."""
+    """Add the special tokens (UTK) of datasets `rows` to model and tokenizer; existing ones do not change."""
     counts = {name: (read_manifest(folder) or {}).get("counts", {}) for name, folder in rows.items()}
     recorded = {name: count["added_tokens"] for name, count in counts.items() if count.get("added_tokens")}
     trained = trained_ids(tokenizer) if recorded else np.zeros(0, dtype=np.int64)
@@ -208,9 +200,9 @@ def add_special_tokens(model: Any, tokenizer: Any, rows: dict[str, Path]) -> Non
 
 
 def fit_vocabulary(model: Any, new: Collection[int], trained: np.ndarray) -> None:
-    """Initialize the embeddings of tokens `new` to the mean of those of `trained`; add rows if there are too few.
+    """Initialize the embeddings of tokens `new` to the mean embedding of `trained`; add rows if there are too few.
 
-    Models often have more embeddings than tokens, and unused tokens. The embeddings found there were never trained.
+    Models often have unused tokens, and more embeddings than tokens. Those embeddings were never trained.
     """
     if not new:
         return
@@ -221,12 +213,12 @@ def fit_vocabulary(model: Any, new: Collection[int], trained: np.ndarray) -> Non
         for parameter in layer.parameters(recurse=False):
             is_trained = torch.zeros(len(parameter), dtype=parameter.dtype, device=parameter.device)
             is_trained[torch.from_numpy(trained[trained < num_embeddings])] = 1
-            # A product, because selecting the rows could copy gigabytes.
+            # A matrix product, because selecting the rows could copy gigabytes.
             parameter.data[sorted(new)] = (is_trained @ parameter.data) / is_trained.sum()
 
 
 def _read_harpe(ref: str) -> tuple[Any, Any]:
-    """Return the bases and the plain config of a folder that we exported with a base per head, else None twice."""
+    """Return the bases and the plain config of a folder exported with a base per head; None twice for others."""
     content = read_config_file(ref)
     bases = content.pop("head_bases", None)
     return bases, None if bases is None else build_plain_config(content)
@@ -247,15 +239,15 @@ EMBEDDING_BATCH = 16
 
 
 class Embedder:
-    """Computes text embeddings [n, d] when called: the mean of a model's last hidden states.
+    """A callable that returns text embeddings [n, d]: the mean of a model's last hidden states.
 
-    A text's embedding does not depend on the other texts, up to rounding. A model with another vocabulary gets the
-    decoded text, tokenized by its own tokenizer. Texts beyond the model's context are cut. The model is loaded at the
-    first call, because datasets that are up to date need none.
+    A text's embedding does not depend on the other texts, up to rounding. If the model has another vocabulary, its own
+    tokenizer tokenizes the decoded text. Texts are truncated to the model's context length. The model is loaded at the
+    first call, because datasets that are up to date do not need it.
     """
 
     def __init__(self, ref: str, *, tokenizer: Any, device: torch.device) -> None:
-        """`tokenizer` is the one of the token arrays."""
+        """`tokenizer` produced the token arrays."""
         self._ref = ref
         self._tokenizer = tokenizer
         self._device = device
@@ -288,12 +280,12 @@ class Embedder:
             return [text[:max_len].tolist() for text in texts]
         plain = [self._tokenizer.decode(text.tolist(), skip_special_tokens=True) for text in texts]
         encoded = self._own_tokenizer(plain, truncation=max_len is not None, max_length=max_len)
-        # A text of special tokens alone would leave nothing to average.
+        # A text of special tokens only would leave nothing to average.
         return [row or [0] for row in encoded["input_ids"]]
 
     @cached_property
     def _own_tokenizer(self) -> Any:
-        """The model's tokenizer, or None if it is the one of the token arrays."""
+        """The model's own tokenizer; None if it has the vocabulary of the token arrays."""
         own = load_tokenizer(self._ref)
         return None if own.get_vocab() == self._tokenizer.get_vocab() else own
 

@@ -1,7 +1,7 @@
-"""Where a model is: a folder, a GGUF file, the folder of a run or stage, or the Hub. Imports no torch.
+"""Find a model: in a folder, a GGUF file, the folder of a run or stage, or on the Hub. Imports no torch.
 
-A name that is no path is asked for at the Hub once, within seconds, before `transformers` retries for a minute. An
-error says what happened there and names similar models: folders here, repositories in the Hub's cache, shipped ones.
+A name that is not a path is requested from the Hub once, with a timeout of seconds; `transformers` would retry for a
+minute. Errors say what the Hub answered and name similar models: local folders, cached repositories and shipped models.
 """
 
 import glob
@@ -30,13 +30,13 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 GGUF = ".gguf"
 CONFIG = "config.json"
 _FILES = (CONFIG, "tokenizer.json", "tokenizer_config.json")
-HUB_SECONDS = 5.0  # most for the one request that tells whether the Hub has a model
-_SIMILAR = 0.7  # share of common characters from which a name is suggested
+HUB_SECONDS = 5.0  # timeout of the request that checks whether the Hub has a model
+_SIMILAR = 0.7  # names with at least this share of common characters are suggested
 _MAX_SUGGESTIONS = 3
 
 
 def location(ref: str) -> dict[str, str]:
-    """Return the arguments of `from_pretrained` that say where a model is; ConfigError if it is nowhere."""
+    """Return the arguments of `from_pretrained` that locate a model; ConfigError if it does not exist."""
     path = Path(ref)
     if not exists(path):
         return {"pretrained_model_name_or_path": _on_hub(ref)}
@@ -48,12 +48,12 @@ def location(ref: str) -> dict[str, str]:
 def exists(path: Path) -> bool:
     try:
         return path.exists()
-    except (OSError, ValueError):  # a name that is too long or holds a null byte, a folder without permission
+    except (OSError, ValueError):  # a name that is too long or contains a null byte, or a folder without permission
         return False
 
 
 def short_name(ref: str) -> str:
-    """A short name of a model: RUN/STAGE of one in a run's folder, else the last part of its path or Hub id."""
+    """Return a short name of a model: RUN/STAGE in a run's folder, else the last part of its path or Hub id."""
     parts = Path(ref).absolute().parts
     if parts[-3:-2] == ("stages",) and parts[-1] == "model" and len(parts) > 4:
         return f"{parts[-4]}/{parts[-2]}"
@@ -64,9 +64,10 @@ def short_name(ref: str) -> str:
 
 
 def resolve_path(value: str, root: Path) -> str:
-    """Return the path to open: `asset:…` in the package, else beside the recipe if it exists there, else as written.
+    """Return the path to open: `asset:…` in the package, else relative to the recipe if it exists there, else
+    unchanged.
 
-    A path that does not exist is returned as written, so that a Hub id stays a Hub id.
+    A path that does not exist is returned unchanged, because it may be a Hub id.
     """
     if value.startswith(ASSET_PREFIX):
         return _asset(value.removeprefix(ASSET_PREFIX))
@@ -76,17 +77,17 @@ def resolve_path(value: str, root: Path) -> str:
 
 
 def model_path(value: str, root: Path) -> str:
-    """`resolve_path` of a model or tokenizer; of a run or stage folder the path of its model."""
+    """Return the path of a model or tokenizer; for the folder of a run or stage, the path of its model."""
     path = resolve_path(value, root)
     return str(final_model(Path(path))) if path_exists(path) else path
 
 
 def path_exists(path: str) -> bool:
-    """Whether a file, a folder, or a match of a glob pattern exists."""
+    """Return whether a file, a folder or a match of a glob pattern exists."""
     matches = glob.iglob(path, recursive=True) if glob.has_magic(path) else iter(())  # noqa: PTH207 (absolute)
     try:
         return Path(path).exists() or next(matches, None) is not None
-    except OSError:  # a name that is too long, a folder without permission
+    except OSError:  # a name that is too long, or a folder without permission
         return False
 
 
@@ -110,9 +111,10 @@ def _asset(name: str) -> str:
 
 
 def final_model(path: Path) -> Path:
-    """Return the model of a run or stage folder: that of the stage that no other continues. Other paths stay.
+    """Return the model folder of a run (from its last stage) or stage; other paths are returned unchanged.
 
-    ConfigError if the run is not finished or ends in several stages, or if a folder holds no model and no tokenizer.
+    ConfigError if the run is not finished, if it ends in several stages, or if a folder holds no model and no
+    tokenizer.
     """
     if not path.is_dir() or any((path / name).is_file() for name in _FILES):
         return path
@@ -123,9 +125,7 @@ def final_model(path: Path) -> Path:
         raise ConfigError(f"{path}: this stage is still being trained; run the recipe to its end first.")
     if (path / "model" / CONFIG).is_file():
         return _announced(path, path / "model")
-    raise ConfigError(
-        f"{path}: the folder holds no model ({CONFIG}); give a model folder, a run's folder or one of its stages/."
-    )
+    raise ConfigError(f"{path}: the folder holds no model ({CONFIG}); give the folder of a model, a run or a stage.")
 
 
 def _announced(given: Path, model: Path) -> Path:
@@ -160,13 +160,13 @@ def _final_stage(run_dir: Path) -> str:
 
 
 def is_trained(stage: Path) -> bool:
-    """Whether a stage's folder is published and holds a model."""
+    """Return whether a stage's folder is published and holds a model."""
     is_published = not stage.name.endswith(WORK_ENDINGS) and (read_manifest(stage) or {}).get("kind") == "stage"
     return is_published and (stage / "model" / CONFIG).is_file()
 
 
 def _stage_parents(recipe: Path) -> dict[str, str]:
-    """The stages of a recipe, in order, each with the one that it starts from; empty if the file cannot be read."""
+    """Return the stages of a recipe in order, each with its parent stage; empty if the file cannot be read."""
     try:
         entries = yaml.safe_load(recipe.read_text(encoding="utf-8"))["stages"]
         names = [str(entry["name"]) for entry in entries]
@@ -185,7 +185,7 @@ _NETWORK = "check the network and HF_ENDPOINT, or give a local folder"
 
 @cache
 def _on_hub(ref: str) -> str:
-    """Return what `from_pretrained` shall load of a Hub id: the id, or its cached folder if the Hub cannot be asked."""
+    """Return the source for `from_pretrained`: the Hub id, or its cached folder if the Hub cannot be reached."""
     if not HUB_ID.fullmatch(ref) or Path(ref).suffix == GGUF:
         raise ConfigError(f"model {one_line(ref)}: no such file or folder; correct the path.{suggestion(ref)}")
     from huggingface_hub import constants, try_to_load_from_cache
@@ -206,7 +206,7 @@ def _on_hub(ref: str) -> str:
 
 
 def _hub_problem(ref: str, endpoint: str) -> tuple[str, str] | None:
-    """Ask the Hub for a model's config once; return what is wrong and what to do, or None if the Hub has the model."""
+    """Request a model's config from the Hub once; return the problem and its remedy, None if the model is there."""
     import huggingface_hub
 
     hub: Any = huggingface_hub.utils
@@ -221,11 +221,11 @@ def _hub_problem(ref: str, endpoint: str) -> tuple[str, str] | None:
             reply = hub.get_session().head(url, headers=hub.build_hf_headers(), timeout=seconds)
             hub.hf_raise_for_status(reply)
             answers[0] = None
-        except Exception as error:  # of three HTTP libraries, which have no common parent
+        except Exception as error:  # of three HTTP libraries without a common base class
             if "Timeout" not in type(error).__name__:
                 answers[0] = _explain_refusal(error, f"{endpoint}/{ref}", host)
 
-    # In a thread of its own, since looking up a host's address has no timeout.
+    # In a separate thread, because looking up a host's address has no timeout.
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     thread.join(seconds)
@@ -237,7 +237,7 @@ def _explain_refusal(error: Exception, url: str, host: str) -> tuple[str, str] |
 
     status = getattr(getattr(error, "response", None), "status_code", None)
     if isinstance(error, EntryNotFoundError):
-        return None  # the repository is there; `transformers` says which file it misses
+        return None  # the repository exists; `transformers` reports the missing file
     if isinstance(error, GatedRepoError):
         return f"{host} has it only for users who accepted its terms", (
             f"accept them at {url} and log in with `hf auth login`"
@@ -258,7 +258,7 @@ def _explain_refusal(error: Exception, url: str, host: str) -> tuple[str, str] |
 
 
 def suggestion(ref: str) -> str:
-    """A sentence that names up to three similar models, the most similar first; empty if there is none."""
+    """Return a sentence that names up to three similar models, the most similar first; empty if there is none."""
     known = [*_local_paths(ref), *_cached_models(), *_shipped_models()]
     scored = sorted(((_similarity(ref, name), name, where) for name, where in known), key=lambda one: -one[0])
     names = [f"{name} ({where})" for score, name, where in scored if score >= _SIMILAR]
@@ -266,7 +266,7 @@ def suggestion(ref: str) -> str:
 
 
 def _similarity(ref: str, name: str) -> float:
-    """Share of common characters of two names, with or without the folder or owner of each, whichever is higher."""
+    """Return the share of common characters of two names, with or without folder or owner, whichever is higher."""
     first, second = ref.lower(), name.lower().removeprefix(ASSET_PREFIX)
     short = Path(first).name, Path(second).name
     if "/" in first.strip("/") and "/" in second.strip("/"):
@@ -275,7 +275,7 @@ def _similarity(ref: str, name: str) -> float:
 
 
 def _local_paths(ref: str) -> Iterator[tuple[str, str]]:
-    """Paths beside the first part of `ref` that does not exist, each with the rest of `ref` if that exists there."""
+    """Return siblings of the first missing part of `ref`, each with the rest of `ref` if that path exists."""
     path = Path(ref)
     *_, missing = [path, *(part for part in path.parents if not exists(part))]
     rest = path.relative_to(missing)
@@ -303,6 +303,6 @@ def _shipped_models() -> Iterator[tuple[str, str]]:
 def first_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     if not lines or isinstance(error, KeyError):
-        # A KeyError says no more than the key.
+        # A KeyError contains only the key.
         return " ".join([type(error).__name__, *lines[:1]])
     return " ".join(line.strip() for line in lines[: 1 + lines[0].endswith(":")])

@@ -1,7 +1,7 @@
 """Output head and cross-entropy in chunks, with the gradient computed in the forward pass.
 
 No [T, V] tensor exists, only [chunk, V]. Sums and the weight's gradient are kept in fp32. Ignored tokens cost nothing
-if the number of valid ones is known. The gradients exist from the forward pass on and can be used once.
+if the number of valid tokens is known. The forward pass computes the gradients, which can be used once.
 
 For 64K tokens, hidden size 4,096, a vocabulary of 128,256 and bf16 the peak is 2.83 GiB: 1.96 for the weight's gradient
 in fp32, 0.50 for the hidden states' gradient, 0.37 for a chunk's logits, which become their own gradient in place.
@@ -18,25 +18,25 @@ from torch import Tensor
 
 from unspool.data.packing.row import IGNORE
 
-# Bytes of logits held at a time. The weight's gradient is read and written once per chunk, so smaller ones cost time.
+# Bytes of logits per chunk. Each chunk reads and writes the weight's gradient once, so smaller chunks cost time.
 GPU_LOGITS = 384 << 20
-# Tokens per chunk whose logits stay in a CPU's cache.
+# Tokens per chunk on a CPU: their logits fit into its cache.
 CPU_CHUNK = 2048
-# Rows that are scaled or rounded at a time, so that no second copy of the whole tensor exists.
+# Rows to scale or round at a time, so that no second copy of the whole tensor exists.
 ROWS = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
 class Head:
-    """Logits are softcap(scale · (weight · hidden + bias))."""
+    """An output head: logits are softcap(scale · (weight · hidden + bias))."""
 
     weight: Tensor  # [V, D]
     bias: Tensor | None = None  # [V]
     scale: float = 1.0
-    softcap: float | None = None  # z becomes cap · tanh(z / cap)
+    softcap: float | None = None  # logit z becomes cap · tanh(z / cap)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return fp32[n, V], from a product in the dtype of `hidden`."""
+        """Return the logits, fp32[n, V], from a matrix product in the dtype of `hidden`."""
         bias = None if self.bias is None else self.bias.to(hidden.dtype)
         return _scale_and_cap(F.linear(hidden, self.weight.to(hidden.dtype), bias).float(), self.scale, self.softcap)
 
@@ -46,15 +46,15 @@ def summed_loss(
 ) -> tuple[Tensor, Tensor]:
     """Return the differentiable sum of token losses in fp32, and every token's loss without gradient.
 
-    `hidden` is [T, D]; `head` may be a bare weight [V, D]; `labels` [T] are already shifted, IGNORE where no loss.
-    `num_valid` is how many labels are not IGNORE; if the caller knows it, the device need not be synchronized.
+    `hidden` is [T, D]; `head` may be a plain weight [V, D]; `labels` [T] are already shifted, and IGNORE where a token
+    carries no loss. `num_valid` counts the other labels; if it is given, the device is not synchronized.
     """
     head = head if isinstance(head, Head) else Head(weight=head)
     chunk = chunk or _chunk(hidden, head.weight)
     if num_valid is None and not hidden.is_cuda:
         num_valid = int((labels != IGNORE).sum())
     args = (hidden, head.weight, head.bias, labels, head.scale, head.softcap, chunk, num_valid)
-    # All tensors have the dtype of `hidden`; autocast would change it in some products only.
+    # All tensors have the dtype of `hidden`; autocast would change it only in some products.
     with torch.autocast(hidden.device.type, enabled=False):
         total, losses = _ChunkedLoss.apply(*args)  # type: ignore[no-untyped-call]
     return total, losses
@@ -76,7 +76,7 @@ def _chunk(hidden: Tensor, weight: Tensor) -> int:
     if not hidden.is_cuda:
         return CPU_CHUNK
     size = GPU_LOGITS // (len(weight) * hidden.element_size())
-    # Matrix products come in tiles of 128.
+    # Kernels of matrix products work on tiles of 128.
     return max(1, size // 128 * 128 or size)
 
 
@@ -110,7 +110,7 @@ class _ChunkedLoss(torch.autograd.Function):
                 sums.add(grad, part)
             if bias_grad is not None:
                 bias_grad += grad.sum(dim=0, dtype=torch.float32)
-            del grad  # before the next chunk's logits are made
+            del grad  # free it before the next chunk's logits are computed
         weight_grad = None if sums is None else sums.rounded()
         ctx.grads = [hidden_grad, weight_grad, None if bias is None or bias_grad is None else bias_grad.to(bias.dtype)]
         ctx.mark_non_differentiable(losses)
@@ -128,10 +128,10 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 def _valid_rows(labels: Tensor, chunk: int, num_valid: int | None) -> list[Any]:
-    """Return chunks of rows with a loss: slices, or indices if enough rows are ignored to be worth gathering."""
+    """Return chunks of rows with a loss: slices, or indices if so many rows are ignored that gathering pays."""
     if num_valid is None or num_valid > 0.95 * len(labels):
         return [slice(start, start + chunk) for start in range(0, len(labels), chunk)]
-    # A sort instead of `nonzero`, which would synchronize with the device to get the count.
+    # Sort instead of `nonzero`, which would synchronize with the device to get the count.
     order = torch.argsort((labels == IGNORE).to(torch.int8), stable=True)
     return list(torch.split(order[:num_valid], chunk)) if num_valid else []
 
@@ -145,7 +145,7 @@ def _softmax_grad(logits: Tensor, labels: Tensor, scale: float, softcap: float |
     shaped = _scale_and_cap(logits.float(), scale, softcap)
     valid = labels != IGNORE
     target = labels.masked_fill(~valid, 0)[:, None]
-    # Relative to the largest logit: a log-sum in the thousands would round away digits of the differences.
+    # Subtract the largest logit first: a log-sum in the thousands would lose digits of the differences.
     below = shaped - shaped.amax(dim=1, keepdim=True)
     at_target = below.gather(1, target)[:, 0]
     grad = below.exp_()
@@ -167,7 +167,7 @@ def _scale_and_cap(logits: Tensor, scale: float, softcap: float | None) -> Tenso
 
 
 def _scale(grad: Tensor, factor: Tensor) -> None:
-    """Scale in place with a factor in fp32: rounded to bf16 it would shift every gradient by up to 1 part in 500."""
+    """Scale in place by an fp32 factor: rounded to bf16, it would shift every gradient by up to 1 part in 500."""
     for rows in torch.split(grad, ROWS):
         rows.copy_(rows.float() * factor)
 
@@ -175,7 +175,7 @@ def _scale(grad: Tensor, factor: Tensor) -> None:
 class _WeightGrad:
     """The weight's gradient, summed in fp32 and rounded at the end without a second tensor.
 
-    The sum is stored in two halves. Rounded to 16 bits, both fit into the memory of the first.
+    The sum is stored in two halves. Rounded to 16 bits, both halves fit into the memory of the first.
     """
 
     def __init__(self, weight: Tensor) -> None:
@@ -191,7 +191,7 @@ class _WeightGrad:
             if grad.dtype == torch.float32:
                 half.addmm_(part.t(), hidden)
             elif grad.is_cuda:
-                # Summed in the product's own epilogue: fp32 out of 16-bit factors.
+                # The matrix product adds to the fp32 sum in its epilogue, from 16-bit factors.
                 torch.addmm(half, part.t(), hidden, out_dtype=torch.float32, out=half)
             else:
                 half += (part.t() @ hidden).float()
@@ -203,7 +203,7 @@ class _WeightGrad:
         if first.element_size() != 2 * torch.empty((), dtype=self._dtype).element_size():
             return torch.cat(self._halves).to(self._dtype)
         out = first.view(-1).view(self._dtype).view(2 * len(first), -1)[: self._shape[0]]
-        # Row r of the result overwrites row r/2 of the sum, which was read before.
+        # Row r of the result overwrites row r/2 of the sum, which has been read already.
         for start in range(0, len(first), ROWS):
             out[start : min(start + ROWS, len(first))] = first[start : start + ROWS].to(self._dtype)
         for half in second:
@@ -215,12 +215,12 @@ class _WeightGrad:
 # The head of a model
 
 
-# Config fields that multiply (1) or divide (−1) the logits: Cohere; Granite.
+# Config fields that multiply (1: Cohere) or divide (−1: Granite) the logits.
 _FACTORS = {"logit_scale": 1, "logits_scaling": -1}
 
 
 def read_head(model: Any) -> Head:
-    """Read a model's head: its weight and bias, and what its config does to the logits."""
+    """Read a model's head: its weight and bias, and the scale and cap of the logits in its config."""
     layer = model.get_output_embeddings()
     config = model.config.get_text_config()
     scale = 1.0
@@ -237,11 +237,11 @@ def read_head(model: Any) -> Head:
     )
 
 
-# Losses by position, as means over ranges that double
+# Losses by position, as means over ranges of doubling length
 
 
 def bucket_edges(length: int) -> list[int]:
-    """Return 0, 64, 128, 256, … length; from 128 on for lengths above 4K."""
+    """Return 0, 64, 128, 256, …, length; for lengths above 4K the first edge after 0 is 128."""
     edges = [0, 64 if length <= 4096 else 128]
     while edges[-1] * 2 < length:
         edges.append(edges[-1] * 2)

@@ -1,7 +1,7 @@
 # mypy: ignore-errors
 """Softmax, loss and gradient of a chunk of logits in place, as one Triton kernel. Imported on CUDA only.
 
-It computes the numbers of `_softmax_grad` in loss.py with sums in fp32. Logits are read twice (the second time mostly
+It computes the same as `_softmax_grad` in loss.py, with sums in fp32. Logits are read twice (the second time mostly
 from cache) and written once.
 """
 
@@ -40,7 +40,7 @@ def softmax_grad_(logits: Tensor, labels: Tensor, scale: float, softcap: float |
 def _shape(raw, scale, cap, capped: tl.constexpr):
     value = raw.to(tl.float32) * scale
     if capped:
-        # tanh, by the one function that every version has.
+        # tanh by sigmoid, which every version of Triton has.
         value = cap * (2 * tl.sigmoid(2 * value / cap) - 1)
     return value
 
@@ -67,7 +67,7 @@ def _kernel(
         raw = tl.load(start + at, mask=at < num_words, other=0.0)
         value = tl.where(at < num_words, _shape(raw, scale, cap, capped), float("-inf"))
         higher = tl.maximum(peaks, value)
-        # Lanes that have seen no word yet are at −∞, where the difference would be undefined.
+        # Lanes that have not read a logit yet are at −∞, where the difference would be NaN.
         sums = tl.where(higher == float("-inf"), 0.0, sums * tl.exp(peaks - higher) + tl.exp(value - higher))
         peaks = higher
     peak = tl.max(peaks, axis=0)

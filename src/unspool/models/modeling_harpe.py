@@ -2,15 +2,15 @@
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
 """A causal language model of `transformers` with a RoPE base per attention head (HARPE).
 
-This file is copied beside the weights of an exported model and needs only torch and transformers (5.17 or later):
+This file is copied into the folder of an exported model. It needs only torch and transformers (5.17 or later):
 
     AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
 
 config.json has `plain_type` (the architecture, such as llama) and `head_bases` (a base per key/value head: one list for
-all layers, or a list for each layer). The model is of that architecture's own class, with other rotations: every head
-is rotated by its own base, in float32, before its keys are cached. So caches, masks, padding, position_ids and
-attention kernels are those of the plain architecture. A query head uses the base of the key/value head that it shares.
-Saving the model writes this file too.
+all layers, or a list for each layer). The model has that architecture's own class with other rotations: every head is
+rotated by its own base, in float32, before its keys are cached. So caches, masks, padding, position_ids and attention
+kernels work as in the plain architecture. A query head uses the base of its key/value head. Saving the model writes
+this file too.
 """
 
 import shutil
@@ -25,12 +25,12 @@ from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrained
 
 MODEL_TYPE = "unspool_harpe"
 # The `rope_type` of saved configs and of configs in memory. No version of `transformers` knows it, so a plain class
-# that is given the config or the folder raises a KeyError with this reason, instead of computing other positions.
+# raises a KeyError with this text instead of computing other positions.
 ROPE_TYPE = "a base per head (HARPE): load it with trust_remote_code=True, or with unspool"
 
 
 class HarpeConfig(PreTrainedConfig):  # type: ignore[misc]
-    """Creates the config of the plain architecture, with `head_bases` and `plain_type`. Named in `auto_map`."""
+    """Factory in `auto_map`: creates the plain architecture's config with `head_bases` and `plain_type`."""
 
     model_type = MODEL_TYPE
 
@@ -42,7 +42,7 @@ class HarpeConfig(PreTrainedConfig):  # type: ignore[misc]
 
 
 class HarpeForCausalLM(PreTrainedModel):  # type: ignore[misc]
-    """Creates a model of the plain architecture's class, with a base per head. Named in `auto_map`."""
+    """Factory in `auto_map`: creates a model of the plain architecture's class with a base per head."""
 
     config_class = HarpeConfig
 
@@ -57,7 +57,7 @@ class HarpeForCausalLM(PreTrainedModel):  # type: ignore[misc]
 
 
 class _SavedAsHarpe:
-    """Mixin of a config class: the saved config names this file, so it is never loaded as the plain architecture."""
+    """Mixin of config classes: the saved config names this file, so it is never loaded as the plain architecture."""
 
     def to_dict(self) -> dict[str, Any]:
         names = {"AutoConfig": HarpeConfig, "AutoModelForCausalLM": HarpeForCausalLM}
@@ -77,7 +77,7 @@ class _SavedAsHarpe:
 
 
 class _HeadBases:
-    """Mixin of a model class: builds the plain model, then applies the bases."""
+    """Mixin of model classes: builds the plain model, then applies the bases."""
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         config.rope_parameters = dict(config.rope_parameters, rope_type="default")
@@ -88,7 +88,7 @@ class _HeadBases:
 
 @lru_cache
 def config_class(plain_type: str) -> Any:
-    # In memory its model_type is the plain one, which `transformers` uses in many places.
+    # In memory the model_type is the plain one, because `transformers` reads it in many places.
     return type(HarpeConfig.__name__, (_SavedAsHarpe, CONFIG_MAPPING[plain_type]), {"__module__": __name__})
 
 
@@ -100,14 +100,14 @@ def model_class(plain_type: str) -> Any:
 
 
 def apply_head_bases(model: Any, config: Any) -> None:
-    """Let every attention layer of `model` rotate its heads by the bases that `config` gives them."""
+    """Make every attention layer of `model` rotate its heads by the bases in `config`."""
     backbone = model.base_model
     num_layers, num_kv_heads = len(backbone.layers), getattr(config, "num_key_value_heads", None)
     bases = config.head_bases
     by_layer = bases if isinstance(bases[0], list) else [bases] * num_layers
     counts = {len(of_layer) for of_layer in by_layer}
     if len(by_layer) != num_layers or counts != {num_kv_heads or config.num_attention_heads}:
-        raise ValueError("head_bases in config.json must hold a base for each key/value head, or that for each layer.")
+        raise ValueError("head_bases in config.json must hold a base per key/value head, or one such list per layer.")
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     partial = config.rope_parameters.get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None)
     rotary_dim = int(head_dim * (partial or 1.0))
@@ -152,9 +152,9 @@ def _before_attention(attention: Any, args: Any, kwargs: dict[str, Any]) -> tupl
 
 
 def _take_angles(modeling: Any) -> None:
-    """Let `apply_rotary_pos_emb` of a modeling file also take (angles, function) in place of (cos, sin).
+    """Make `apply_rotary_pos_emb` of a modeling file also accept (angles, function) in place of (cos, sin).
 
-    Called with cos and sin, by other models of that file, it does what it did before.
+    Calls with cos and sin, by other models of that file, behave as before.
     """
     plain = modeling.apply_rotary_pos_emb
     if hasattr(plain, "plain"):
@@ -172,10 +172,10 @@ def _take_angles(modeling: Any) -> None:
 
 
 def rotate(heads: Tensor, angles: Tensor, *, head_dim: int) -> Tensor:
-    """Rotate heads, which are in dimension `head_dim`, by the angles [B, KV, S, d/2] of their KV heads."""
+    """Rotate heads by the angles [B, KV, S, d/2] of their KV heads; `head_dim` is the dimension that counts heads."""
     if head_dim == 2:
         angles = angles.transpose(1, 2)
-    # Query heads that share a KV head are neighbors.
+    # Query heads that share a KV head are adjacent.
     shape = heads.shape
     grouped = heads.reshape(*shape[:head_dim], angles.shape[head_dim], -1, *shape[head_dim + 1 :])
     cos, sin = angles.cos().unsqueeze(head_dim + 1), angles.sin().unsqueeze(head_dim + 1)

@@ -1,8 +1,8 @@
-"""A program that computes logits of a model folder with plain `transformers`, without loading Unspool.
+"""A script that computes logits of a model folder with plain `transformers`, without importing Unspool.
 
-It reads one line of JSON per request: folder, whether its code may run, device, a text or null, passes of tokens at
-positions, and `out`. It writes the safetensors file `out` with the tokens of the text and the logits of each pass's
-last tokens, and prints a line of JSON: {"error": null or text}.
+It reads one line of JSON per request: folder, whether the folder's code may run, device, a text or null, passes of
+tokens with positions, and `out`. It writes the safetensors file `out` with the tokens of the text and the logits of
+each pass's last tokens. Then it prints a line of JSON: {"error": null or text}.
 """
 
 import json
@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 
 def main() -> None:
-    # Libraries and the folder's code may print; keep that apart from the replies.
+    # Libraries and the folder's code may print; keep their output separate from the replies.
     replies, sys.stdout = sys.stdout, sys.stderr
     for line in sys.stdin:
         request = json.loads(line)
@@ -25,7 +25,7 @@ def main() -> None:
             found = answers(request)
             refuse_unspool()
             save_file(found, request["out"])
-        except Exception as problem:  # any error is a valid reply
+        except Exception as problem:  # every error is sent as a reply
             error = f"{type(problem).__name__}: {(str(problem).splitlines() or [''])[0]}"
         print(json.dumps({"error": error}), file=replies, flush=True)
 
@@ -43,7 +43,7 @@ def answers(request: dict[str, Any]) -> dict[str, Tensor]:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=remote)
         found["text"] = torch.tensor(tokenizer(request["text"])["input_ids"])
     config = AutoConfig.from_pretrained(folder, trust_remote_code=remote)
-    # Some versions choose SDPA by default, which ignores the cap of attention scores.
+    # Some versions use SDPA by default, which ignores the soft cap of attention scores.
     capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
     for dtype in dict.fromkeys(one["dtype"] for one in request["passes"]):
         model, loading = AutoModelForCausalLM.from_pretrained(
@@ -62,9 +62,9 @@ def answers(request: dict[str, Any]) -> dict[str, Tensor]:
 
 @torch.inference_mode()
 def _logits(model: Any, one: dict[str, Any]) -> Tensor:
-    """Return the logits of the last `keep` tokens; with `cached`, from a second call with a cache of the others."""
+    """Return the logits of the last `keep` tokens; with `cached`, from a second call with a cache of earlier tokens."""
     ids, positions = (torch.tensor([one[name]], device=model.device) for name in ("ids", "positions"))
-    # Without a mask, gaps in the positions would be treated as boundaries of packed documents.
+    # Without a mask, `transformers` would treat gaps in positions as boundaries of packed documents.
     mask = torch.ones_like(ids)
     seen = len(one["ids"]) - one["keep"] if one["cached"] else 0
     cache = None

@@ -1,15 +1,14 @@
-"""Applying a RoPE method to a model: other RoPE settings, or a base per head.
+"""Apply a RoPE method to a model: new RoPE settings, or a base per head.
 
-Settings are those that `transformers` itself reads: the config is changed and the model's rotary module rebuilt from
-it, so that a later load computes the same tables. They are compared with our own before use. In models whose layer
-types have their own settings (Gemma 3, Olmo 3), the layers that see the whole context are extended; sliding layers,
-whose window does not grow, keep theirs.
+Settings are written to the model's config, and the rotary module is rebuilt from it, so that a later load computes the
+same tables. The tables are compared with our own before use. Some models have settings per layer type (Gemma 3, Olmo
+3). There, only layers with full attention are extended; sliding-window layers keep their settings.
 
-`longrope` and `dynamic` choose frequencies by the length of the input. That length is the one of a token's document
-(`decide_by_document`), whatever else is in the batch, was computed before or is on another rank.
+`longrope` and `dynamic` choose frequencies by the input length. We use the length of each token's document
+(`decide_by_document`), regardless of other documents, earlier batches or other ranks.
 
-`transformers` has no setting for a base per head. There, a module that does nothing replaces the model's rotary module,
-and our attention function rotates each head. Cached keys are then unrotated, and rotated when they are attended to.
+`transformers` has no setting for a base per head. For it, `NoRotation` replaces the model's rotary module, and our
+attention function rotates each head. Keys are cached unrotated, and rotated in every attention call.
 """
 
 import copy
@@ -40,21 +39,21 @@ from unspool.rope.tables import (
 
 # Scalings of `transformers` that depend on max_position_embeddings (`yarn` in some versions).
 USES_MAX_POSITIONS = ("dynamic", "longrope", "yarn")
-# Scalings whose frequencies depend on whether, or by how much, an input is longer than the original length.
+# Scalings whose frequencies depend on the input length.
 USES_INPUT_LENGTH = ("dynamic", "longrope")
 # The name under which attention/interface.py registers our attention.
 OWN_ATTENTION = "unspool"
-# Relative: `transformers` blends in float32, with errors up to 1e-5; bfloat16 would have 4e-3.
+# Relative tolerance: `transformers` blends in float32, with errors up to 1e-5; bfloat16 would give 4e-3.
 TOLERANCE = 1e-4
 
 
 def rope_shape(config: Any) -> RopeShape:
-    """Read what RoPE methods need to know from a `transformers` config; ConfigError for a model without RoPE."""
+    """Read the shape that RoPE methods need from a `transformers` config; ConfigError for a model without RoPE."""
     return shape_of(config.to_dict())
 
 
 def apply_rope(model: Any, method: RopeMethod, context_len: int) -> None:
-    """Change the positions of `model` in place, and its config to match."""
+    """Apply a RoPE method to `model` and its config, in place."""
     if method.keeps_frequencies:
         _extend_context(model.config, context_len)
         return
@@ -68,8 +67,8 @@ def apply_rope(model: Any, method: RopeMethod, context_len: int) -> None:
         scaling = global_parameters(model.config.to_dict())["rope_type"]
         if scaling != "default" or head_bases(model) is not None:
             raise ConfigError(
-                f"rope {method.method}: the model's positions are {scaling}, which it cannot keep; it is for models "
-                "with plain RoPE."
+                f"rope {method.method}: the model's RoPE scaling is {scaling}, which this method cannot keep; use "
+                "a model with plain RoPE."
             )
     if head_bases(model) is None:
         _check_rotation(model)
@@ -88,7 +87,7 @@ def _extend_context(config: Any, context_len: int) -> None:
     if rope_type in USES_MAX_POSITIONS:
         raise ConfigError(
             f"rope unchanged: this model's {rope_type} scaling depends on max_position_embeddings, so at "
-            f"{format_size(context_len)} it would be trained with other positions than it is loaded with later; "
+            f"{format_size(context_len)} its positions in training would differ from those after loading; "
             f"use method abf, or {rope_type} again."
         )
     config.max_position_embeddings = context_len
@@ -98,13 +97,13 @@ def _extend_context(config: Any, context_len: int) -> None:
 
 
 def apply_base(model: Any, base: float) -> None:
-    """Set one base for all heads, as plain RoPE; it replaces an older scaling of the model."""
+    """Set one base for all heads, as in plain RoPE, and remove an earlier scaling."""
     _refuse_head_bases(model, "abf")
     apply_parameters(model, one_base(base), model.config.max_position_embeddings)
 
 
 def apply_parameters(model: Any, parameters: dict[str, Any], max_positions: int) -> None:
-    """Write `rope_parameters` of the layers that see the whole context, and rebuild the rotary module."""
+    """Write `rope_parameters` of the layers with full attention, and rebuild the rotary module."""
     config, backbone = model.config, model.base_model
     partial = global_parameters(config.to_dict()).get("partial_rotary_factor")
     parameters = parameters | ({} if partial is None else {"partial_rotary_factor": partial})
@@ -113,10 +112,10 @@ def apply_parameters(model: Any, parameters: dict[str, Any], max_positions: int)
     config.max_position_embeddings = max_positions
     original = parameters.get("original_max_position_embeddings")
     if original is not None and hasattr(config, "original_max_position_embeddings"):
-        # Phi-3 stores the length in both places, and `transformers` uses this one.
+        # Phi-3 stores the length in both places, and `transformers` reads this one.
         config.original_max_position_embeddings = original
     if config.to_dict().get("head_dim", 0) is None:
-        # `transformers` computes scalings with head_dim even if it is None (Mixtral).
+        # `transformers` computes scalings from head_dim even if it is None (Mixtral).
         config.head_dim = config.hidden_size // config.num_attention_heads
     try:
         config.validate_rope()
@@ -128,7 +127,7 @@ def apply_parameters(model: Any, parameters: dict[str, Any], max_positions: int)
     others = [name for name, module in backbone.named_modules() if name != "rotary_emb" and _has_frequencies(module)]
     if others:
         raise ConfigError(
-            f"{type(model).__name__} computes rotations in several places ({', '.join(others[:2])}), which is not "
+            f"{type(model).__name__} computes rotations in several modules ({', '.join(others[:2])}), which is not "
             "supported; use rope method unchanged."
         )
     backbone.rotary_emb = type(backbone.rotary_emb)(config).to(next(model.parameters()).device)
@@ -140,11 +139,11 @@ def _has_frequencies(module: nn.Module) -> bool:
 
 
 def _check_tables(model: Any) -> None:
-    """Refuse a model whose rotary module computes other frequencies from the settings than we do."""
+    """Refuse a model whose rotary module computes other frequencies than we do."""
     config, rotary = model.config.to_dict(), model.base_model.rotary_emb
     prefix = f"{GLOBAL_LAYERS}_" if is_nested(model.config.rope_parameters) else ""
     if not hasattr(rotary, f"{prefix}inv_freq"):
-        raise ConfigError(f"{type(model).__name__} has no layer that sees the whole context; use another model.")
+        raise ConfigError(f"{type(model).__name__} has no layer with full attention; use another model.")
     parameters = global_parameters(config)
     wanted = tables(parameters, shape_of(config).rotary_dim, max_positions=model.config.max_position_embeddings)
     found = getattr(rotary, f"{prefix}inv_freq").double().cpu().numpy()
@@ -157,17 +156,17 @@ def _check_tables(model: Any) -> None:
         )
 
 
-# Frequencies that depend on the length of the input
+# Frequencies that depend on the input length
 
 
-Spans = tuple[tuple[int, int], ...]  # tokens in order: how many, and the positions of their whole document
+Spans = tuple[tuple[int, int], ...]  # in token order: number of tokens, and length of their whole document
 
 
 def decide_by_document(model: Any) -> None:
-    """Let `longrope` and `dynamic` choose frequencies by each document's own length, as if it were alone.
+    """Make `longrope` and `dynamic` choose frequencies by each document's own length, as if it were alone.
 
-    `transformers` takes the largest of all `position_ids` it is given. That is another document's in a packed batch,
-    and too small on a rank with a part of the row. Call this once for every new model.
+    `transformers` uses the largest of all `position_ids`. In a packed batch that is another document's, and on a rank
+    with a part of the row it is too small. Call this once for every new model.
     """
     backbone = model.base_model
     own = type(backbone.rotary_emb)
@@ -177,19 +176,19 @@ def decide_by_document(model: Any) -> None:
 
 
 def depends_on_length(model: Any) -> bool:
-    """Whether the model has layers whose frequencies depend on the length of the input."""
+    """Return whether the frequencies of some layers depend on the input length."""
     parameters = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
     by_layer_type = parameters.values() if is_nested(parameters) else [parameters]
     return any((each or {}).get("rope_type") in USES_INPUT_LENGTH for each in by_layer_type)
 
 
 def decides_by_document(model: Any) -> bool:
-    """Whether `decide_by_document` was called for such a model."""
+    """Return whether `decide_by_document` was called for a model whose frequencies depend on the input length."""
     return depends_on_length(model) and isinstance(model.base_model.rotary_emb, _ByDocument)
 
 
 def same_frequencies(model: Any, lengths: Sequence[int]) -> bool:
-    """Whether a model that decides by document rotates inputs of all these lengths alike."""
+    """Return whether such a model uses the same frequencies for all these lengths."""
     parameters = model.config.get_text_config().rope_parameters
     by_layer_type = parameters.values() if is_nested(parameters) else [parameters]
     dependent = [each for each in by_layer_type if (each or {}).get("rope_type") in USES_INPUT_LENGTH]
@@ -210,9 +209,9 @@ def _forget_documents(backbone: Any, *_: Any) -> None:
 
 
 class _ByDocument(nn.Module):
-    """Comes before a model's own rotary class, and is rebuilt from a config as that is."""
+    """Mixin before a model's own rotary class; it is rebuilt from a config in the same way."""
 
-    spans: Spans | None = None  # of the current forward pass; None: one document, of which all positions are given
+    spans: Spans | None = None  # of the current forward pass; None: one document with all of its positions
 
     def forward(self, hidden: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Any:
         rotate: Any = super().forward
@@ -229,7 +228,7 @@ class _ByDocument(nn.Module):
         for length, group in groupby(self.spans, key=lambda span: self._relevant_length(span[1], settings)):
             end = begin + sum(count for count, _ in group)
             self._reset(layer_type)
-            # One more token at the document's last position, which decides, and is dropped again.
+            # An extra token at the document's last position sets the length, and is dropped again.
             last = position_ids.new_full((len(position_ids), 1), length - 1)
             tables = rotate(hidden, torch.cat([position_ids[:, begin:end], last], dim=1), **named)
             found.append([table[:, :-1] for table in tables])
@@ -237,7 +236,7 @@ class _ByDocument(nn.Module):
         return tuple(torch.cat(parts, dim=1) for parts in zip(*found, strict=True))
 
     def _relevant_length(self, length: int, settings: dict[str, Any]) -> int:
-        """A length with the same frequencies, the same for as many lengths as possible."""
+        """Return a representative length with the same frequencies, to group as many lengths as possible."""
         if settings["rope_type"] == "longrope":
             within = int(settings["original_max_position_embeddings"])
             return within + (length > within)
@@ -245,7 +244,7 @@ class _ByDocument(nn.Module):
         return max(length, int(original))
 
     def _reset(self, layer_type: str | None) -> None:
-        """Forget longer inputs: `dynamic` would keep the frequencies of the longest one so far."""
+        """Reset frequencies: `dynamic` would keep those of the longest input so far."""
         prefix = "" if layer_type is None else f"{layer_type}_"
         unscaled = getattr(self, f"{prefix}original_inv_freq")
         self.register_buffer(f"{prefix}inv_freq", unscaled, persistent=False)
@@ -267,14 +266,14 @@ def apply_head_bases(model: Any, bases: np.ndarray | Sequence[Any]) -> None:
     by_layer = np.atleast_2d(np.asarray(bases, dtype=np.float64))
     num_bases, num_layers = by_layer.shape[-1], len(backbone.layers)
     if num_bases != shape.num_kv_heads:
-        raise ConfigError(f"rope harpe: {num_bases} bases for {shape.num_kv_heads} KV heads; give one each.")
+        raise ConfigError(f"rope harpe: {num_bases} bases for {shape.num_kv_heads} KV heads; give one per head.")
     if len(by_layer) not in (1, num_layers):
         raise ConfigError(f"rope harpe: bases for {len(by_layer)} layers, and the model has {num_layers}.")
     device = next(model.parameters()).device
     backbone.rotary_emb = NoRotation(shape.rotary_dim, config)
-    # One list for all layers if they are equal: shorter, and easier to check in the config.
+    # One list if all layers are equal: shorter, and easier to check in the config.
     backbone.head_bases = (by_layer[0] if (by_layer == by_layer[0]).all() else by_layer).tolist()
-    # Kept when a user saves the model, with a rope_type that plain classes refuse.
+    # Saved with the model, with a rope_type that plain classes refuse.
     config.head_bases = backbone.head_bases
     config.rope_parameters = config.rope_parameters | {"rope_type": ROPE_TYPE}
     for layer, of_layer in zip(backbone.layers, np.broadcast_to(by_layer, (num_layers, num_bases)), strict=True):
@@ -283,10 +282,10 @@ def apply_head_bases(model: Any, bases: np.ndarray | Sequence[Any]) -> None:
 
 
 def _check_rotation(model: Any) -> None:
-    """Refuse a model that rotates otherwise than we do: neighboring pairs of dimensions, or some layers only."""
+    """Refuse a model that rotates in another way: interleaved pairs of dimensions, or only some layers."""
     shape, layers = rope_shape(model.config), getattr(model.base_model, "layers", ())
     refusal = ConfigError(
-        f"rope harpe: {type(model).__name__} rotates its heads in another way than Llama, "
+        f"rope harpe: {type(model).__name__} does not rotate its heads as Llama does, "
         "which is not supported yet; use method abf."
     )
     if not layers or not all(hasattr(layer, "self_attn") for layer in layers):
@@ -317,7 +316,7 @@ def head_bases(model: Any) -> Any:
 
 
 def plain_config(config: Any) -> Any:
-    """Return a copy of a model's config, without a base per head, from which its plain class can be built."""
+    """Return a copy of a model's config without a base per head, for building the plain class."""
     plain = copy.deepcopy(config)
     if getattr(plain, "head_bases", None) is not None:
         del plain.head_bases
@@ -326,7 +325,7 @@ def plain_config(config: Any) -> Any:
 
 
 class NoRotation(nn.Module):
-    """Replaces the model's rotary module: cos 1, sin 0, because our attention rotates. Refuses any other attention."""
+    """A rotary module with cos 1 and sin 0, because our attention rotates. Refuses any other attention."""
 
     def __init__(self, rotary_dim: int, config: Any) -> None:
         super().__init__()
@@ -336,26 +335,26 @@ class NoRotation(nn.Module):
     def forward(self, hidden: Tensor, position_ids: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if self._config._attn_implementation != OWN_ATTENTION:
             raise ConfigError(
-                f"HARPE: attention {self._config._attn_implementation!r} knows no base per head, so every position "
-                f"would be lost; use attn_implementation={OWN_ATTENTION!r}, or export the model and load that folder "
-                "with trust_remote_code=True."
+                f"HARPE: attention {self._config._attn_implementation!r} does not support a base per head, so all "
+                f"positions would be lost; use attn_implementation={OWN_ATTENTION!r}, or export the model and load "
+                "that folder with trust_remote_code=True."
             )
         shape = (*position_ids.shape, self.rotary_dim)
         return hidden.new_ones(1).expand(shape), hidden.new_zeros(1).expand(shape)
 
 
 def rotate_heads(query: Tensor, key: Tensor, inv_freq: Tensor, position_ids: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Rotate every KV head, and the query heads that share it, by its own frequencies, in fp32.
+    """Rotate every KV head and its query heads by the KV head's own frequencies, in fp32.
 
-    If a model rotates only the first part of each head, `inv_freq` is that much shorter and the rest stays as it is.
-    Without packing, keys are at 0, 1, 2, … and queries at `position_ids` [B, queries], or at the end. So a cache of
-    unrotated keys gets the right positions however it was filled, also for several texts in a batch.
+    If a model rotates only the first part of each head, `inv_freq` is shorter and the rest does not change. Without
+    packing, keys are at 0, 1, 2, … and queries at `position_ids` [B, queries], or at the end. So cached unrotated keys
+    get the right positions regardless of how the cache was filled, also for several texts in a batch.
     """
     return rotate_at(query, key, inv_freq, *positions_of(query, key, position_ids))
 
 
 def positions_of(query: Tensor, key: Tensor, position_ids: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Positions [B or 1, S] of queries and of keys, in fp32."""
+    """Return the positions [B or 1, S] of queries and of keys, in fp32."""
     num_queries, num_keys = query.shape[2], key.shape[2]
     is_whole = num_queries == num_keys
     if is_whole and position_ids is not None:
@@ -374,7 +373,7 @@ def rotate_at(
     cos, sin = _tables(inv_freq, key_positions)
     query_cos, query_sin = (table[:, :, None] for table in _tables(inv_freq, query_positions))
     num_queries, groups = query.shape[2], query.shape[1] // key.shape[1]
-    # As [B, KV, groups, S, D], so that the tables are shared instead of copied for each query head.
+    # As [B, KV, groups, S, D], so that query heads share the tables instead of copying them.
     grouped = query.reshape(len(query), key.shape[1], groups, num_queries, -1)
     return _rotate(grouped, query_cos, query_sin).flatten(1, 2), _rotate(key, cos, sin)
 

@@ -1,8 +1,8 @@
 """Write safetensors files straight from tensors, several at a time.
 
-`safetensors` writes while it holds the interpreter's lock, which stops training in the meantime, and needs tensors of a
-GPU in host memory. Here threads write and hash in chunks, without the lock and without a second copy. The bytes are the
-same. Digests are remembered, so that nobody reads the files again to get them.
+The `safetensors` library holds the GIL while it writes, which blocks training, and needs GPU tensors in host memory.
+Here threads write and hash in chunks, without the GIL and without a second copy. The bytes are the same. Digests are
+cached, so that no later step reads the files again.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ from unspool.core.artifacts import MAX_THREADS, remember_digest
 from unspool.core.errors import naming
 
 CHUNK_BYTES = 32 << 20
-# As `safetensors` orders tensors in a file: the last types come first, then by name.
+# Order of tensors in a file, as in `safetensors`: first by type (last type first), then by name.
 _TYPES = {
     torch.bool: "BOOL",
     torch.uint8: "U8",
@@ -48,7 +48,7 @@ class TensorFile:
 
 
 def write_tensor_files(files: Sequence[TensorFile], *, sync: bool = False) -> None:
-    """Write all `files`; with `sync`, to the disk and not only to the system's cache."""
+    """Write all `files`; with `sync`, flush them to the disk and not only to the page cache."""
     with ThreadPoolExecutor(min(MAX_THREADS, max(1, len(files))), "unspool-tensors") as pool:
         for done in [pool.submit(_write, file, sync=sync) for file in files]:
             done.result()
@@ -71,7 +71,7 @@ def _write(file: TensorFile, *, sync: bool) -> None:
 
 
 def _chunks(ordered: Sequence[tuple[str, Tensor]], metadata: Mapping[str, str] | None) -> Iterator[memoryview]:
-    """The bytes of a file. Each chunk is valid until the next one is taken."""
+    """Yield the bytes of a file. Each chunk is valid until the next one is requested."""
     yield memoryview(_header(ordered, metadata))
     buffer: Tensor | None = None
     for _, tensor in ordered:

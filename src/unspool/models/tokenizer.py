@@ -1,4 +1,4 @@
-"""Tokenizers from a Hub id, a folder or a GGUF file. Imports no torch, which takes seconds."""
+"""Load tokenizers from a Hub id, a folder or a GGUF file. Does not import torch, which takes seconds."""
 
 import json
 from pathlib import Path
@@ -7,9 +7,9 @@ from typing import Any
 from unspool.core.errors import ConfigError, UnspoolError
 from unspool.models.location import first_line, location
 
-# Classes that do what tokenizer.json says and nothing else.
+# Classes that use only tokenizer.json.
 _GENERIC = ("PreTrainedTokenizerFast", "TokenizersBackend")
-# GGUF's names of tokenizers that split off every digit first.
+# GGUF names of tokenizers that split off every digit first.
 _SINGLE_DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
 
 
@@ -20,10 +20,10 @@ def load_tokenizer(ref: str) -> Any:
         tokenizer = _loader(ref).from_pretrained(**location(ref), trust_remote_code=False)
     except UnspoolError:
         raise
-    except Exception as error:  # of any type: `tokenizers` raises bare ones, and files can hold anything
+    except Exception as error:  # of any type: `tokenizers` raises plain Exceptions, and files can hold anything
         raise ConfigError(f"model {ref}: no tokenizer could be loaded ({first_line(error)}).") from error
     if not tokenizer.is_fast:
-        raise ConfigError(f"model {ref}: its tokenizer has no fast version; save one as tokenizer.json beside it.")
+        raise ConfigError(f"model {ref}: its tokenizer has no fast version; save one as tokenizer.json in its folder.")
     if Path(ref).suffix == ".gguf":
         _split_digits(tokenizer, header_text(Path(ref), "tokenizer.ggml.pre"))
     _check_vocabulary(tokenizer, ref)
@@ -31,15 +31,15 @@ def load_tokenizer(ref: str) -> Any:
 
 
 def _check_vocabulary(tokenizer: Any, ref: str) -> None:
-    """Refuse a tokenizer of another model before hours of work: ordinary text would have tokens without embeddings.
+    """Refuse a tokenizer of another model early: ordinary text would have tokens without embeddings.
 
-    Special tokens may lie outside of the embeddings, as those of images do in text models; they are refused when used.
+    Special tokens may have no embeddings, such as image tokens in text models; they are refused when used.
     """
     try:
         config = json.loads((Path(ref) / "config.json").read_text(encoding="utf-8"))
         size = int((config.get("text_config") or config).get("vocab_size") or len(tokenizer))
     except (OSError, ValueError, TypeError, AttributeError, RecursionError):
-        return  # a folder without a model, or one that the reader of its config reports
+        return  # a folder without a model, or an error that the config reader reports
     if len(tokenizer) <= size:
         return
     special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
@@ -52,8 +52,8 @@ def _check_vocabulary(tokenizer: Any, ref: str) -> None:
 
 
 def header_text(path: Path, key: str) -> str | None:
-    """Read the text of `key` in the header of a GGUF file; None if there is none."""
-    # Imported late: optional, and installed if `transformers` has read the file.
+    """Return the text of `key` in the header of a GGUF file; None if the key is missing."""
+    # Imported late: optional, but installed if `transformers` could read the file.
     from gguf import GGUFReader, GGUFValueType
 
     try:
@@ -65,7 +65,7 @@ def header_text(path: Path, key: str) -> str | None:
 
 
 def _split_digits(tokenizer: Any, kind: str | None) -> None:
-    """Restore a step that `transformers` loses when it converts from GGUF."""
+    """Split off digits, a step that `transformers` loses when it converts from GGUF."""
     backend = tokenizer.backend_tokenizer
     own = backend.pre_tokenizer
     if kind not in _SINGLE_DIGITS or "Digits" in repr(own):
@@ -77,7 +77,7 @@ def _split_digits(tokenizer: Any, kind: str | None) -> None:
 
 
 def _loader(ref: str) -> Any:
-    """Return `AutoTokenizer`, or the class that it would choose, without importing torch to find out."""
+    """Return `AutoTokenizer`, or the class that it would choose, without importing torch."""
     try:
         named = json.loads((Path(ref) / "tokenizer_config.json").read_text()).get("tokenizer_class")
     except (OSError, ValueError, AttributeError):

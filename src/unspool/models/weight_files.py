@@ -1,7 +1,7 @@
-"""Weight files of a model folder, checked before anything uses them. Imports no torch.
+"""Check the weight files of a model folder before use. Imports no torch.
 
-Every reader of weights calls `check_weights`. Headers and sizes are always checked, and digests where we wrote a
-manifest. An index may only name safetensors files of its own folder.
+Every reader of weights calls `check_weights`. It always checks headers and sizes, and digests if the folder has a
+manifest. An index may only name safetensors files in its own folder.
 """
 
 import json
@@ -20,27 +20,27 @@ from unspool.models.location import first_line
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 SUFFIX = ".safetensors"
-# Other types are quantized weights, whose values mean nothing without their scales.
+# Other types are quantized weights, whose values are meaningless without their scales.
 _FLOATS = ("F64", "F32", "F16", "BF16")
-# Files of an exported folder that a user may edit without changing the model.
+# Files of an exported folder that a user may edit; they do not change the model.
 _FREE = ("README.md",)
 
 
 def check_weights(ref: str, *, digests: bool = True) -> None:
     """Refuse a folder whose weights are damaged; ConfigError names the file.
 
-    A Hub id or a GGUF file is left to `transformers`, and a folder without weights to the caller. `digests=False` reads
-    headers only.
+    `transformers` checks Hub ids and GGUF files, and the caller handles folders without weights. `digests=False` reads
+    only headers.
     """
     folder = Path(ref)
     if not folder.is_dir():
         return
     if (folder / "adapter_config.json").is_file():
-        raise ConfigError(f"model {ref}: is an adapter (adapter_config.json); merge it into its base model first.")
+        raise ConfigError(f"model {ref}: it is an adapter (adapter_config.json); merge it into its base model first.")
     named = _config(folder).get("transformers_weights")
     if named is not None:
         raise ConfigError(
-            f"model {ref}: its config.json names the weights {named!r}, and only {SINGLE} and {INDEX} are read; remove "
+            f"model {ref}: its config.json names the weights {named!r}, but only {SINGLE} and {INDEX} are read; remove "
             "transformers_weights."
         )
     if (folder / SINGLE).is_file() or (folder / INDEX).is_file():
@@ -49,9 +49,9 @@ def check_weights(ref: str, *, digests: bool = True) -> None:
 
 
 def weight_files(folder: Path) -> dict[str, Path]:
-    """Return the file of every tensor by its name, after checking each file's header and size.
+    """Return the file of every tensor by tensor name, after checking each file's header and size.
 
-    A folder with both a single file and an index is read as `transformers` reads it: from the single file.
+    Of a folder with both a single file and an index, the single file is read, as in `transformers`.
     """
     if (folder / SINGLE).is_file():
         header = read_header(folder / SINGLE)
@@ -77,9 +77,9 @@ def weight_files(folder: Path) -> dict[str, Path]:
 
 
 def read_header(path: Path) -> dict[str, dict[str, Any]]:
-    """Return dtype and shape of every tensor of a safetensors file; ConfigError if its header or size is wrong."""
+    """Return dtype and shape of every tensor in a safetensors file; ConfigError if its header or size is wrong."""
     try:
-        # Opening checks the header's length, offsets, shapes and the file's size, but not for repeated names.
+        # Opening checks the header's length, offsets, shapes and the file's size, but not repeated names.
         with safe_open(path, framework="np"):
             pass
         with path.open("rb") as file:
@@ -111,7 +111,7 @@ def _check_types(folder: Path, name: str, header: dict[str, dict[str, Any]]) -> 
 
 
 def _config(folder: Path) -> dict[str, Any]:
-    """Return config.json; empty if it cannot be read, which its own reader reports."""
+    """Return config.json; empty if it cannot be read, which `read_config_file` reports."""
     try:
         found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -120,7 +120,7 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def _read_index(folder: Path) -> dict[str, str]:
-    """Return the file name of every tensor; ConfigError for a name that we do not read."""
+    """Return the file name of every tensor; ConfigError for a file that is not read."""
     try:
         by_name = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
         if not by_name or not all(isinstance(name, str) for name in by_name.values()):
@@ -133,7 +133,7 @@ def _read_index(folder: Path) -> dict[str, str]:
             raise ConfigError(f"model {folder}: {INDEX} names {name!r}, outside of its folder; copy the file into it.")
         if not name.endswith(SUFFIX):
             raise ConfigError(
-                f"model {folder}: {INDEX} names {name!r}, and only {SUFFIX} files are read; convert it to safetensors."
+                f"model {folder}: {INDEX} names {name!r}, but only {SUFFIX} files are read; convert it to safetensors."
             )
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
@@ -143,7 +143,7 @@ def _read_index(folder: Path) -> dict[str, str]:
 
 
 def _is_inside(folder: Path, path: Path) -> bool:
-    """Return whether links lead to a file of this folder, or of the Hub's cache that the folder belongs to."""
+    """Return whether a link leads to a file in this folder, or in the Hub cache that contains the folder."""
     own, found = folder.resolve(), path.resolve()
     return found.parent == own or (own.parent.name == "snapshots" and found.parent == own.parents[1] / "blobs")
 
@@ -166,7 +166,7 @@ def _check_written(folder: Path, *, digests: bool) -> None:
 
 
 def _written(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Yield the files of an exported folder, or of a stage's model, with what their manifest says of them."""
+    """Yield the files of an exported folder or of a stage's model, with their manifest entries."""
     for kind, holder, prefix in (("export", folder, ""), ("stage", folder.parent, f"{folder.name}/")):
         manifest = read_manifest(holder) or {}
         if manifest.get("kind") == kind and "unspool" in manifest:
@@ -192,10 +192,10 @@ def model_digest(ref: str) -> str:
 
 
 def hash_ahead(ref: str) -> None:
-    """Compute `model_digest` in a thread, for whoever asks later: hashing an 8B model takes as long as imports do."""
+    """Compute `model_digest` in a thread for later callers: hashing an 8B model takes as long as the imports."""
 
     def compute() -> None:
-        with suppress(OSError):  # whoever asks later gets it
+        with suppress(OSError):  # the later caller gets the error
             model_digest(ref)
 
     Thread(target=compute, name="unspool-hash-ahead", daemon=True).start()

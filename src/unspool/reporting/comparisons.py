@@ -1,4 +1,4 @@
-"""Paired comparisons of models on the same prompts, and the headline of a run."""
+"""Paired comparisons of models on the same prompts, and a run's headline."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -28,17 +28,17 @@ from unspool.reporting.suite_titles import suite_title
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """Second minus first; None if no prompt was answered by both."""
+    """Score of the second model minus the first; None if they share no prompt."""
 
     value: float | None
     low: float | None = None
     high: float | None = None
     n: int = 0
-    enough: bool = True  # whether n pairs can show a difference
+    enough: bool = True  # False: n pairs are too few to show a difference
 
     @property
     def decided(self) -> bool:
-        """Whether the interval excludes zero, and n is large enough to show it."""
+        """True if the interval excludes zero and n is large enough to show it."""
         is_apart = self.low is not None and self.high is not None and (self.low > 0 or self.high < 0)
         return is_apart and self.enough
 
@@ -47,7 +47,7 @@ NONE = Difference(value=None)
 
 
 def difference(measure: Measure, first: ModelScores, second: ModelScores) -> Difference:
-    """Difference of one measure; for a suite of tasks, the mean over the tasks that both models have."""
+    """Difference of one measure. For a suite of tasks: the mean over the tasks that both models answered."""
     if first.asked != second.asked:
         return NONE
     if measure.spans:
@@ -61,7 +61,7 @@ def difference(measure: Measure, first: ModelScores, second: ModelScores) -> Dif
 
 
 def ahead_of_all(measure: Measure, models: Mapping[str, ModelScores]) -> tuple[str | None, bool]:
-    """Return (the model that beats each other one, or None; whether answers were compared in pairs)."""
+    """Return (the model that beats every other model, or None; True if answers were compared in pairs)."""
     pairs = {
         (one, other): difference(measure, models[other], models[one])
         for one in models
@@ -91,7 +91,7 @@ def _score_pairs(first: ModelScores, second: ModelScores, suite: str, length: in
 
 
 def answer_difference(pairs: Sequence[tuple[float, float]]) -> Difference:
-    """Difference from (first, second) scores of the same prompts, each in [0, 1]."""
+    """Mean difference over (first, second) score pairs of the same prompts. Scores are in [0, 1]."""
     n = len(pairs)
     if not n:
         return NONE
@@ -104,7 +104,7 @@ def answer_difference(pairs: Sequence[tuple[float, float]]) -> Difference:
 
 
 def mean_difference(parts: Sequence[Difference]) -> Difference:
-    """Mean over tasks or lengths. Their prompts are independent, so squares of half intervals add."""
+    """Mean over tasks or lengths. Their prompts are independent, so the squared half-widths of the intervals add up."""
     known = [
         (part.value, part.low, part.high, part.n)
         for part in parts
@@ -120,7 +120,7 @@ def mean_difference(parts: Sequence[Difference]) -> Difference:
 
 
 def _loss_difference(measure: Measure, first: ModelScores, second: ModelScores) -> Difference:
-    """Mean over windows, with a t interval from the spread of the windows' differences."""
+    """Mean difference over windows, with a t interval."""
     gains = []
     for length in measure.lengths:
         before, after = first.windows.get(length, {}), second.windows.get(length, {})
@@ -138,14 +138,14 @@ def _loss_difference(measure: Measure, first: ModelScores, second: ModelScores) 
 
 
 def _within(window: dict[tuple[int, int], tuple[float, int]], spans: Sequence[tuple[int, int]]) -> float | None:
-    """Mean loss of one window over some spans of positions, weighted by tokens; None if a span is missing."""
+    """Token-weighted mean loss of one window over position spans; None if a span is missing."""
     if not all(span in window for span in spans):
         return None
     found = [window[span] for span in spans]
     return sum(value * n for value, n in found) / sum(n for _, n in found)
 
 
-# Pairs grow with the square of the number of models; the note counts those left out.
+# The number of pairs grows with the square of the number of models. The table's note counts the pairs not shown.
 MAX_PAIRS = 24
 
 
@@ -155,7 +155,7 @@ class Comparison:
     second: str
     measure: Measure
     found: Difference
-    apart: bool  # whether the two models' own intervals separate them too
+    apart: bool  # True if the models' separate intervals do not overlap either
 
     @property
     def better(self) -> str | None:
@@ -187,17 +187,17 @@ def compare(lines: Sequence[Line], measures: Sequence[Measure]) -> list[Comparis
 
 
 def _with_averages(measures: Sequence[Measure]) -> list[Measure]:
-    """Add the mean over all lengths to each suite: more prompts decide more."""
+    """Add the mean over all lengths of each suite: more prompts give narrower intervals."""
     shown: list[Measure] = []
     for measure in measures:
         shown.append(measure)
         if measure.suite != LOSS and len(measure.all_lengths) > 1:
-            shown.append(replace(measure, place="over all lengths", lengths=measure.all_lengths, cells={}))
+            shown.append(replace(measure, place="at all lengths", lengths=measure.all_lengths, cells={}))
     return shown
 
 
 def not_paired(lines: Sequence[Line]) -> list[str]:
-    """One sentence for each pair of models that were asked in different ways, so that answers are not compared."""
+    """One sentence for each pair of models whose answers are not compared, because backend settings differ."""
     found = []
     for position, first in enumerate(lines):
         for second in lines[position + 1 :]:
@@ -206,13 +206,14 @@ def not_paired(lines: Sequence[Line]) -> list[str]:
             if one and other and names:
                 values = [f"{name} {one.get(name, MISSING)} and {other.get(name, MISSING)}" for name in names]
                 found.append(
-                    f"{first.label} and {second.label} are not compared answer by answer: {'; '.join(values)}."
+                    f"{first.label} and {second.label}: no paired comparison, because settings differ: "
+                    f"{'; '.join(values)}."
                 )
     return found[:MAX_PAIRS]
 
 
 def comparison_table(found: Sequence[Comparison]) -> Table | None:
-    """Pairs × measures; bold where the interval excludes zero."""
+    """Table of model pairs × measures; bold where the interval excludes zero."""
     if not found:
         return None
     titles = list(dict.fromkeys(one.measure.title for one in found))
@@ -264,28 +265,28 @@ def _entry(one: Comparison | None) -> Entry:
 
 def _note(found: Sequence[Comparison], num_pairs: int) -> str:
     decided = [one for one in found if one.better]
-    # A mean over lengths has no interval of its own to compare with.
+    # Means over lengths have no per-model interval to compare with.
     gained = sum(not one.apart for one in decided if one.measure.cells)
     note = (
-        "Second minus first on the prompts that both answered: recall in points, loss in nats (negative is better), "
-        "with 95% intervals of the difference. Bold where the interval excludes 0 and n can show it: "
-        f"{len(decided)} of {len(found)}"
+        "Second minus first on the prompts that both answered. Recall is in points, loss in nats (negative is better), "
+        f"with 95% intervals. Bold ({len(decided)} of {len(found)}): the interval excludes 0 and n is large enough to "
+        "show it"
     )
     if gained:
-        note += f"; the models' own intervals could not separate {gained} of these"
-    note += ". About one in twenty such intervals excludes 0 by chance."
+        note += f". For {gained} of these, the models' separate intervals overlap"
+    note += ". With no true difference, about 1 in 20 such intervals excludes 0 by chance."
     return note + (f" {num_pairs - MAX_PAIRS} further pairs are in the JSON." if num_pairs > MAX_PAIRS else "")
 
 
-# Arms stop on whole batches, so equal budgets may differ by less than this share.
+# Arms stop after a whole batch, so token counts within this share of each other count as equal.
 EQUAL_TOKENS = 0.01
 
 
 def headline(results: RunResults) -> list[str]:
-    """Up to three sentences: recall, loss beyond and inside the original context, and which arm is ahead."""
+    """Up to three sentences: recall, loss beyond and inside the original context, and which arm wins."""
     title = f"{results.name}{_extension(results)}"
     if not results.models:
-        return [f"{title}. No scores yet: run the recipe's evals to see before and after."]
+        return [f"{title}. No scores yet: run the recipe's evals to compare the model before and after."]
     measures = key_measures(results)
     groups = [
         [m for m in measures if m.higher_is_better],
@@ -293,7 +294,7 @@ def headline(results: RunResults) -> list[str]:
     ]
     lines = [_sentence([_before_after(measure, results) for measure in group]) for group in groups if group]
     if not lines:
-        return [f"{title}. The scores hold no numbers."]
+        return [f"{title}. The score files contain no numbers."]
     lines[0] = f"{title}. {lines[0]}"
     return [*lines, *_arms(measures, results)]
 
@@ -336,17 +337,17 @@ def _arms(measures: list[Measure], results: RunResults) -> list[str]:
         paired.append(by_answers)
     verdicts = [f"{name} wins on {join_words(titles)}" for name, titles in won.items() if name is not None]
     if None in won:
-        # Of three, one may be far behind.
-        close = "no difference shown" if len(names) == 2 else "no arm shown to be ahead of all others"
+        # With three or more arms, one may still be clearly worse.
+        close = "no difference shown" if len(names) == 2 else "no arm shown to be better than all others"
         verdicts.append(f"{close} on {join_words(won[None])}" + ("" if all(paired) else " (intervals overlap)"))
     if not verdicts:
         return []
-    how = ", answer by answer" if all(paired) else ""
+    how = ", paired by prompt" if all(paired) else ""
     return [f"{join_words(names)} {_budget(names, results)}{how}: {'; '.join(verdicts)}."]
 
 
 def _with_n(measure: Measure) -> str:
-    """`needle recall at 2K (n = 2)`; losses are means over thousands of tokens."""
+    """`needle recall at 2K (n = 2)`. Losses get no n here: they are means over thousands of tokens."""
     counts = [cell.n for cell in measure.cells.values() if cell is not None and not cell.is_loss]
     return lowercase_start(measure.title) + (f" (n = {min(counts):,})" if counts else "")
 
@@ -365,16 +366,16 @@ def _budget(names: list[str], results: RunResults) -> str:
 
 
 def missing_parts(results: RunResults) -> list[str]:
-    """Parts of a report that this run does not have (yet), one sentence each."""
+    """One sentence for each part of the report that this run lacks."""
     if not results.is_run:
         return []
     notes = []
     if results.recipe_text is None:
-        notes.append("No recipe.yaml: stages are listed by name.")
+        notes.append("recipe.yaml is missing, so stages are sorted by name.")
     if results.original_context is None:
-        notes.append("The original context is not recorded (run.json), so nothing is marked as inside or beyond it.")
+        notes.append("run.json does not record the original context, so charts do not mark it.")
     if results.models and results.before is None:
-        notes.append("The base model was not scored, so there is no “before”.")
+        notes.append("The base model was not scored, so there are no “before” numbers.")
     unscored = [stage.name for stage in results.stages if stage.name not in {m.name for m in results.models}]
     if results.models and unscored:
         notes.append(f"Not scored: {join_words(unscored)}.")
@@ -382,6 +383,6 @@ def missing_parts(results: RunResults) -> list[str]:
         sets = {m.name: m.question_sets[suite] for m in results.models if suite in m.question_sets}
         if len(set(sets.values())) > 1:
             notes.append(
-                f"{suite_title(suite)}: the models answered different questions, so differences may come from those."
+                f"{suite_title(suite)}: the models answered different questions, which may explain a difference."
             )
     return notes

@@ -1,7 +1,7 @@
-"""The data section: lengths of documents, counts of dropped data by reason, requested and realized mix.
+"""The data section: document lengths, dropped data by reason, requested and realized mix.
 
-Every sum is checked against the counts it should give, and the page shows whether it adds up. Counts that an older
-run did not record are dashes.
+Every sum is checked against the counts it should match, and the page shows the result. Counts that an older run did
+not record appear as dashes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,14 +14,14 @@ from unspool.core.sizes import format_count, format_size
 from unspool.core.table import Table, entries
 from unspool.reporting.run_results import Artifact, Problem, RunResults, Stage
 
-# Counts with a column of their own; other counts follow them, except details that other parts of the page show.
+# These counts have fixed columns. Other counts follow, except `_DETAILS`, which other parts of the page show.
 _CORPUS = ("records", "documents", "tokens", "quarantined", "filtered", "left_out")
 _ROWS = ("rows", "documents", "tokens_in", "tokens_added", "dropped", "tokens")
 _DETAILS = {"sources", "lengths", "added_tokens", "strategy", "upsample", "shares"}
 _TITLES = {
     "quarantined": "not read",
     "filtered": "filtered out",
-    "left_out": "parts left out",
+    "left_out": "parts removed",
     "tokens_in": "tokens in",
     "tokens_added": "+ added",
     "dropped": "− dropped",
@@ -53,7 +53,7 @@ def audit(results: RunResults) -> Audit:
         lengths=_length_figures(groups),
         mixes=[figure for stage in mixes if (figure := _mix_figure(stage, groups["datasets"]))],
         problems=_problem_table(results.problems),
-        warnings=[f"{name}: the counts do not add up, by {gap:+,}." for name, gap in gaps if gap],
+        warnings=[f"{name}: counts do not add up; the difference is {gap:+,}." for name, gap in gaps if gap],
     )
 
 
@@ -78,18 +78,18 @@ def _gap(plus: Sequence[Any], minus: Sequence[Any]) -> int | None:
 
 
 def _corpus_gap(counts: Mapping[str, Any]) -> int | None:
-    """Records that are not a document, an unreadable record or a filtered one; 0 if the counts are right."""
+    """Records that no count explains (kept, unreadable or filtered); 0 if the counts add up."""
     parts = [counts.get(name) for name in ("documents", "quarantined", "filtered")]
     return _gap([counts.get("records")], parts)
 
 
 def _rows_gap(counts: Mapping[str, Any]) -> int | None:
-    """Tokens that are neither in a row nor dropped for a reason; 0 if the counts are right."""
+    """Tokens that are neither in a row nor counted as dropped; 0 if the counts add up."""
     return _gap([counts.get("tokens_in"), counts.get("tokens_added")], [counts.get("tokens"), counts.get("dropped")])
 
 
 def _count_table(group: dict[str, Artifact], caption: str, first: Sequence[str], gap: Gap) -> Table | None:
-    """The counts in each folder's manifest, and whether they add up."""
+    """Table of each folder's manifest counts, and whether they add up."""
     if not group:
         return None
     found = {name for one in group.values() for name in one.counts} - _DETAILS
@@ -137,7 +137,7 @@ def _length_figures(groups: dict[str, dict[str, Artifact]]) -> list[Figure]:
 
 
 def length_bins(lengths: Any) -> list[tuple[int, int, int]]:
-    """(at least, documents, tokens) of each bin; empty without a readable histogram."""
+    """(lower edge, documents, tokens) of each bin; empty without a readable histogram."""
     if not isinstance(lengths, Mapping):
         return []
     parts = [lengths.get(key) for key in ("at_least", "documents", "tokens")]
@@ -147,7 +147,7 @@ def length_bins(lengths: Any) -> list[tuple[int, int, int]]:
 
 
 def _sum_bins(histograms: Sequence[list[tuple[int, int, int]]]) -> list[tuple[int, int, int]]:
-    """Several histograms as one; empty bins between the first and the last stay."""
+    """Sum of several histograms; empty bins between the first and the last are kept."""
     found: dict[int, tuple[int, int]] = {}
     for edge, documents, tokens in (each for bins in histograms for each in bins):
         so_far = found.get(edge, (0, 0))
@@ -168,11 +168,13 @@ def _length_figure(title: str, kind: str, bins: list[tuple[int, int, int]]) -> F
     ]
     label = f"Lengths of the {documents:,} {kind} of {title}: share of {kind} and of tokens by length."
     note = f"{documents:,} {kind}, {format_count(tokens)} tokens"
-    return Figure(title=title, note=note, drawing=pair_bars(pairs, label=label, x_title="tokens, at least"))
+    return Figure(
+        title=title, note=note, drawing=pair_bars(pairs, label=label, x_title="length in tokens (lower edge)")
+    )
 
 
 def realized_mix(stage: Stage, rows: Mapping[str, Artifact]) -> dict[str, float]:
-    """Share of trained tokens by dataset; empty if the ledger or a row length is missing."""
+    """Share of trained tokens by dataset. Empty if the ledger or a row length is missing."""
     tokens = {}
     for name, count in stage.drawn.items():
         length = _row_length(rows.get(name))
@@ -220,7 +222,9 @@ def _mix_figure(stage: Stage, rows: Mapping[str, Artifact]) -> Figure | None:
         )
         for name in dict.fromkeys([*stage.mix, *realized])
     ]
-    label = f"Mix of {stage.name}: requested and realized share of tokens by dataset; also in the table “Mix”."
+    label = (
+        f"Mix of {stage.name}: requested and realized share of tokens by dataset. The table “Mix” has the same numbers."
+    )
     return Figure(title=f"Mix of {stage.name}", note="", drawing=pair_bars(pairs, label=label, x_title="dataset"))
 
 
@@ -232,4 +236,4 @@ def _problem_table(problems: Sequence[Problem]) -> Table | None:
         for one in problems
     ]
     columns = ["corpus", "problem", "where", "reason", "detail"]
-    return Table(caption="First records and parts that were not used", columns=columns, rows=rows, numeric=False)
+    return Table(caption="First unreadable records and removed parts", columns=columns, rows=rows, numeric=False)

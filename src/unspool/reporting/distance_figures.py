@@ -1,7 +1,7 @@
-"""Distances between tokens of one document in a row, before and after its chunks were moved (Figure 3 of UtK).
+"""Token distances within a document in a row, before and after its chunks were moved (Figure 3 of UtK).
 
-Counts are exact for the rows that were counted, but for special tokens, which count as text: `unspool inspect
-distances` leaves them out, because it loads the tokenizer.
+Counts are exact for the sampled rows, except that special tokens count as text. `unspool inspect distances` loads the
+tokenizer and excludes them.
 """
 
 from collections.abc import Sequence
@@ -15,13 +15,13 @@ from unspool.core.sizes import format_size
 from unspool.data.distances import count_pairs, doublings, join_rows, stretches_of, stretches_of_documents
 from unspool.reporting.run_results import Artifact, Distances
 
-MAX_ROWS = 256  # evenly spaced; more would hardly change a share
-MIN_SHARE = 0.005  # the histogram begins with the first bin that holds as much
+MAX_ROWS = 256  # evenly spaced; more rows barely change the shares
+MIN_SHARE = 0.005  # the histogram starts at the first bin with at least this share
 
 
 def gather_distances(run_dir: Path, artifacts: Sequence[Artifact]) -> dict[str, Distances]:
-    """Count the distances of each dataset whose chunks were moved and whose rows are still there."""
-    # Import late: pyarrow takes long, and few runs have such rows.
+    """Count distances in each dataset whose chunks were moved, if its rows still exist."""
+    # Import late: pyarrow loads slowly, and few runs have such rows.
     from unspool.data.packing.describe import recorded_strategies
     from unspool.data.packing.store import open_rows
 
@@ -67,8 +67,8 @@ def _figure(name: str, one: Distances) -> Figure:
     ]
     half = one.row_len // 2
     far = [sum(share for edge, share in zip(one.edges, side, strict=True) if edge >= half) for side in sides]
-    note = f"{one.counted:,} of {one.rows:,} rows of {format_size(one.row_len)}; half a row apart and more: "
+    note = f"{one.counted:,} of {one.rows:,} rows of {format_size(one.row_len)}; at least half a row apart: "
     note += f"{format_share(float(far[0]))} of pairs before, {format_share(float(far[1]))} after"
-    label = f"Pairs of tokens of one document in a row of {name} by distance, before and after its chunks were moved."
-    drawing = pair_bars(pairs, label=label, x_title="distance in tokens, at least")
+    label = f"Pairs of tokens of the same document in rows of {name}, by distance, before and after chunks were moved."
+    drawing = pair_bars(pairs, label=label, x_title="distance in tokens (lower edge)")
     return Figure(title=f"distances in {name}", note=note, drawing=drawing)

@@ -1,4 +1,4 @@
-"""`unspool.evaluate`: score a model by context length, and what it found."""
+"""`unspool.evaluate`: score a model by context length."""
 
 import io
 import json
@@ -42,7 +42,7 @@ UNITS = {"s": 1, "m": 60, "h": 3600}
 
 @dataclass(frozen=True, kw_only=True)
 class EvalResult:
-    """Scores with n and 95% intervals. Its `str` is the table, and notebooks show it too.
+    """Scores with n and 95% intervals. `str(result)` is the table; notebooks display it.
 
     Example:
         >>> import unspool
@@ -57,7 +57,7 @@ class EvalResult:
 
     @property
     def effective_length(self) -> int | None:
-        """The longest length at which 85% of the score at short length is kept, if that was asked for."""
+        """Longest tested length with 85% of the short-length score; None if not measured."""
         found = self.summary.get("look", {}).get("effective_length")
         return None if found is None else int(found["value"])
 
@@ -95,11 +95,13 @@ class EvalResult:
         try:
             import pandas
         except ImportError as error:
-            raise ConfigError("to_frame needs the package pandas: pip install pandas. cells() needs none.") from error
+            raise ConfigError(
+                "to_frame needs pandas: run `pip install pandas`, or use cells(), which needs no package."
+            ) from error
         return pandas.DataFrame(self.cells())
 
     def save(self, path: str | Path) -> Path:
-        """Write a page (`.html`), the summary (`.json`), or a folder with every answer, and return its path.
+        """Write an HTML page (`.html`), the summary (`.json`) or a folder with every answer. Returns the path.
 
         Example:
             >>> import tempfile, unspool
@@ -138,10 +140,10 @@ def evaluate(
     out: str | Path | None = None,
     **settings: Unpack[EvalSettings],
 ) -> EvalResult:
-    """Score a model by suite and context length, or find out how long its context really is.
+    """Score a model by suite and context length, or measure its effective context length.
 
-    Without `suite` and `lengths`, a few questions of three kinds are asked at doubling lengths up to the claimed
-    context, within `budget`; the result has the effective length.
+    Without `suite` and `lengths`, it measures the effective length: it asks questions of three kinds at doubling
+    lengths up to the claimed context, within `budget`.
 
     Args:
         model: A model folder, a run, a Hub id, a model of `unspool.load`, or the address of a server
@@ -158,7 +160,7 @@ def evaluate(
         The scores: print them, or take `table()`, `cells()`, `to_frame()`, `save(…)`.
 
     Raises:
-        ConfigError: Something that was asked for does not exist or does not fit together.
+        ConfigError: An argument is invalid, or two arguments cannot be combined.
 
     Example:
         >>> import unspool
@@ -168,7 +170,9 @@ def evaluate(
     """
     address = isinstance(model, str) and model.startswith(("http://", "https://"))
     if address and tokenizer is None:
-        raise ConfigError(f"evaluate: {model} is a server; give tokenizer=…, the folder or Hub id of its model.")
+        raise ConfigError(
+            f"evaluate: {model} is a server; pass tokenizer=…, the folder or Hub id of the server's model."
+        )
     if address:
         settings |= {"url": str(model), "backend": "openai"}
     live = None if isinstance(model, str | Path) else model
@@ -180,7 +184,9 @@ def evaluate(
         return _run(request, options, None, out_dir)
     for name in ("backend", "rope", "processes"):
         if name in settings:
-            raise ConfigError(f"evaluate: {name} is for a model on disk, and this one is in memory; leave {name} out.")
+            raise ConfigError(
+                f"evaluate: {name} works only with a model on disk, and this model is in memory; remove {name}."
+            )
     from unspool.evals.backends.transformers import LiveBackend  # import late: it loads torch
 
     backend = LiveBackend(live, tokenizer)
@@ -191,7 +197,7 @@ def evaluate(
 def _run(request: EvalRequest, options: BackendOptions, backend: Backend | None, out: Path | None) -> EvalResult:
     if request.is_short:
         if backend is not None:
-            raise ConfigError("evaluate: suite short needs a model on disk; export the model first.")
+            raise ConfigError("evaluate: suite `short` needs a model on disk; export this model first.")
         return _score_short(request, options, out)
     backend = backend or build_backend(options)
     if request.is_look:
@@ -234,16 +240,16 @@ def _score_short(request: EvalRequest, options: BackendOptions, out: Path | None
 
 
 def _look(request: EvalRequest, options: BackendOptions, backend: Backend, out: Path | None) -> EvalResult:
-    """Find the effective length within the budget."""
+    """Measure the effective length within the time budget."""
     name, given = short_name(request.model), request.settings
     seconds = parse_duration(given.get("budget") or BUDGET)
     folder = out or default_folder(name, options.identity)
     backend.connect()
     context = backend.context_limit
     lengths = look_lengths(None if context is None else context.tokens)
-    claimed = f"context {context.tokens} ({context.source})" if context else "context not known"
+    claimed = f"context {context.tokens} ({context.source})" if context else "context unknown"
     logger.info(
-        f"{name}: {claimed}; asking at {format_size(lengths[0])} to {format_size(lengths[-1])} tokens for up to "
+        f"{name}: {claimed}; testing {format_size(lengths[0])} to {format_size(lengths[-1])} tokens for at most "
         f"{format_duration(seconds)}"
     )
     with lock_output(folder):
@@ -259,7 +265,7 @@ def _look(request: EvalRequest, options: BackendOptions, backend: Backend, out: 
         try:
             summary = OneLook(scoring, backend, budget=seconds).run()
         except KeyboardInterrupt:
-            logger.warning(f"answers so far are kept in {folder}.work; the same command continues from there")
+            logger.warning(f"interrupted; answers so far are in {folder}.work; run the same command again to resume")
             raise
     return EvalResult(summary=summary, folder=folder)
 
@@ -267,7 +273,7 @@ def _look(request: EvalRequest, options: BackendOptions, backend: Backend, out: 
 def compare_with_transformers(
     model: str, suite: Sequence[str] | None, lengths: Sequence[Length] | None, **settings: Unpack[EvalSettings]
 ) -> dict[str, Any]:
-    """Compare 20 answers of a backend with those of transformers."""
+    """Compare 20 answers of a backend with the answers of transformers."""
     request = check_request(model, suite, lengths, settings, may_look=False)
     options = request.options()
     first = build_backend(options)
@@ -281,31 +287,31 @@ def compare_with_transformers(
 
 
 def write_lm_eval_tasks(request: EvalRequest, folder: Path) -> list[str]:
-    """Write suites as lm-eval tasks into a folder; returns the names of the tasks."""
+    """Write suites as lm-eval tasks into a folder. Returns the task names."""
     from unspool.evals.suites.short import write_tasks
     from unspool.models.tokenizer import load_tokenizer
 
     if not all(SUITES[config.suite].tasks for config in request.evals):
-        raise ConfigError(f"--lm-eval is for suites that have tasks: {', '.join(TASK_SUITES)}.")
+        raise ConfigError(f"`lm_eval` works only with suites that have tasks: {', '.join(TASK_SUITES)}.")
     plan = EvalPlan(request.evals, load_tokenizer(request.model), seed=request.seed, root=Path.cwd())
     return write_tasks(plan, folder)
 
 
 def parse_duration(text: str) -> float:
-    """`90s`, `10m`, `1.5h` in seconds; ConfigError for anything else."""
+    """Seconds of a duration such as `90s`, `10m` or `1.5h`; ConfigError for anything else."""
     found = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*([smh])", text.strip().lower())
     seconds = float(found[1]) * UNITS[found[2]] if found else 0.0
     if not 1 <= seconds <= 30 * 86_400:
-        raise ConfigError(f"--budget {text!r}: write a time from 1s to 720h, such as 90s, 10m or 2h.")
+        raise ConfigError(f"`budget` {text!r} is not a duration from 1s to 720h; write for example 90s, 10m or 2h.")
     return seconds
 
 
 def check_folder(out_dir: Path) -> None:
-    """Refuse a folder with other files, because scores replace the whole folder."""
+    """Refuse a folder that holds other files, because the scores replace the whole folder."""
     if not out_dir.exists():
         return
     holds_scores = (read_manifest(out_dir) or {}).get("kind") == "scores"
     if not out_dir.is_dir() or (any(out_dir.iterdir()) and not holds_scores):
         raise ConfigError(
-            f"--out {out_dir} exists and holds no scores; give a new folder, since this one would be replaced."
+            f"{out_dir} exists and is not a folder of scores; give a new folder, because this one would be replaced."
         )

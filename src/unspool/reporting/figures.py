@@ -1,4 +1,4 @@
-"""Charts and tables of scores: recall by length and depth, loss by position; and tables of a run's provenance."""
+"""Charts and tables of scores (recall by length and depth, loss by position), and tables of provenance."""
 
 import math
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ MAX_TICKS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """One model in charts and tables; the label distinguishes models of several runs."""
+    """One model in charts and tables. Labels are unique across runs."""
 
     label: str
     style: int
@@ -35,7 +35,7 @@ class Line:
 
 
 def describe(label: str, cell: Cell) -> str:
-    """Write the tooltip of one number."""
+    """Tooltip of one number."""
     if cell.start is not None and cell.stop is not None:
         place = f"positions {format_positions(cell.start, cell.stop)}"
     else:
@@ -55,7 +55,7 @@ def recall_figure(lines: Sequence[Line], suite: str, original_context: int | Non
         series.append(Series(label=line.label, style=line.style, points=points))
     title = f"{suite_title(suite)} by length"
     frame = Frame(
-        label=f"{title}, one line per model; the same numbers are in the table “All numbers”.",
+        label=f"{title}, one line per model; the table “All numbers” has the same numbers.",
         x_title="prompt length (tokens)",
         x_ticks=thin_ticks([(float(length), format_size(length)) for length in lengths]),
         show_y=lambda value: f"{100 * value:.0f}%",
@@ -67,8 +67,8 @@ def recall_figure(lines: Sequence[Line], suite: str, original_context: int | Non
 
 
 def score_kind(suite: str) -> str:
-    """What a score is the mean of."""
-    return "share of right answers" if measure_of(suite) == "accuracy" else "mean score"
+    """What a suite's mean score measures."""
+    return "share of correct answers" if measure_of(suite) == "accuracy" else "mean score"
 
 
 def loss_figure(lines: Sequence[Line], original_context: int | None) -> Figure:
@@ -80,7 +80,7 @@ def loss_figure(lines: Sequence[Line], original_context: int | None) -> Figure:
         points = [_point(line.label, cell, _middle(cell)) for cell in cells]
         series.append(Series(label=line.label, style=line.style, points=points))
     frame = Frame(
-        label="Loss by position, one line per model; the same numbers are in the table beside it.",
+        label="Loss by position, one line per model; the table next to it has the same numbers.",
         x_title="position in the text (tokens, log scale)",
         x_ticks=thin_ticks([(float(edge), format_size(edge)) for edge in sorted(edges)]),
         show_y=lambda value: f"{value:g}",
@@ -90,7 +90,7 @@ def loss_figure(lines: Sequence[Line], original_context: int | None) -> Figure:
     windows = join_words(
         [format_size(length) for length in sorted({c.length for line in lines for c in line.scores.losses()})]
     )
-    note = f"nats per token on held-out text, windows of {windows}, 95% intervals; lower is better"
+    note = f"nats per token on held-out text, windows of {windows} tokens, 95% intervals; lower is better"
     return Figure(title="Loss by position", note=note, drawing=line_chart(series, frame))
 
 
@@ -99,31 +99,31 @@ def _point(label: str, cell: Cell, x: float) -> Point:
 
 
 def _middle(cell: Cell) -> float:
-    """The middle of a bucket on a log axis; the first, which starts at 0, is drawn as its upper half."""
+    """Middle of a bucket on a log axis. The first bucket starts at 0, so only its upper half is used."""
     start, stop = cell.start or 0, cell.stop or 1
     return math.sqrt(max(start, stop / 2) * stop)
 
 
 def context_mark(original_context: int | None) -> tuple[float, str] | None:
     """A vertical line at the original context length."""
-    return (float(original_context), f"old context {format_size(original_context)}") if original_context else None
+    return (float(original_context), f"original context {format_size(original_context)}") if original_context else None
 
 
 def thin_ticks(ticks: list[tuple[float, str]]) -> list[tuple[float, str]]:
-    """Keep every second or third label, counted from the last, which matters most."""
+    """Thin out the labels from the end, so that the last one is always kept."""
     stride = math.ceil(len(ticks) / MAX_TICKS) or 1
     return ticks[::-1][::stride][::-1]
 
 
 def heat_figure(results: RunResults, model: ModelScores, suite: str) -> Figure:
-    """Draw recall by length and depth; the last row pools all depths."""
+    """Draw recall by length and depth. The last row averages all depths."""
     lengths = results.lengths(suite)
     depths: list[float | None] = [*results.depths(suite), None]
     cells = [[_heat_cell(model, suite, length, depth) for length in lengths] for depth in depths]
     old = results.original_context
     inside = sum(length <= old for length in lengths) if old else 0
     panel = Heatmap(
-        label=f"{suite_title(suite)} of {model.name} by length and depth; the same numbers are in “All numbers”.",
+        label=f"{suite_title(suite)} of {model.name} by length and depth; “All numbers” has the same numbers.",
         columns=[format_size(length) for length in lengths],
         rows=["all" if depth is None else format_percent(depth) for depth in depths],
         cells=cells,
@@ -156,7 +156,7 @@ def number_entry(label: str, cell: Cell | None, *, tooltip: bool = True) -> Entr
 def _number_row(
     place: str, lines: Sequence[Line], cells: Sequence[Cell | None], *, tooltips: bool = True
 ) -> list[Entry]:
-    """One row of numbers with their n in the last column, written once if all models have the same n."""
+    """One row of numbers. The last column is n, written once if all models have the same n."""
     numbers = [number_entry(line.label, cell, tooltip=tooltips) for line, cell in zip(lines, cells, strict=True)]
     counts = [MISSING if cell is None else f"{cell.n:,}" for cell in cells]
     together = counts[0] if len(set(counts)) == 1 else " / ".join(counts)
@@ -180,7 +180,7 @@ def recall_table(lines: Sequence[Line], suite: str, depths: Sequence[float | Non
         for depth in depths:
             found = [line.scores.recall(suite, length, depth) for line in lines]
             place = format_size(length) + ("" if depth is None else f" · {format_percent(depth)}")
-            # There are many of these, and a tooltip would only repeat them.
+            # Tables by depth are long, and their tooltips would only repeat the cells.
             rows.append(_number_row(place, lines, found, tooltips=not by_depth))
     caption = f"{suite_title(suite)} by length" + (" and depth" if by_depth else "")
     first = "length · depth" if by_depth else "length"
@@ -218,5 +218,5 @@ def timing_table(results: RunResults) -> Table | None:
     if not results.seconds:
         return None
     rows = [entries(name, format_duration(seconds)) for name, seconds in results.seconds.items()]
-    rows.append(entries("together", format_duration(sum(results.seconds.values()))))
+    rows.append(entries("total", format_duration(sum(results.seconds.values()))))
     return Table(caption="Time", columns=["part", "time"], rows=rows)

@@ -1,7 +1,7 @@
 """Read the result files of a run folder.
 
-Only published folders count (those with a manifest), except that a stage in progress shows its training curve.
-Missing files stay missing; damaged ones raise a DataError that names them.
+It reads only published folders (those with a manifest). The one exception is the training curve of a stage in
+progress. Missing files are skipped; damaged files raise a DataError that names them.
 """
 
 from collections.abc import Iterator
@@ -75,7 +75,7 @@ def _shares(mix: dict[Any, Any]) -> dict[str, float]:
 def _steps(path: Path, *, finished: bool) -> tuple[Step, ...]:
     if not path.is_file():
         return ()
-    # A resumed stage may repeat the steps after its last checkpoint: the later line counts.
+    # A resumed stage repeats the steps after its last checkpoint, so the later line of a step wins.
     by_step = {step.step: step for step in (_step(raw, path, line) for line, raw in json_lines(path, finished))}
     return tuple(by_step[at] for at in sorted(by_step))
 
@@ -118,11 +118,11 @@ def _validation_line(raw: dict[str, Any], path: Path, line: int) -> Validation:
             span=(int(last["from"]), int(last["to"])) if last else None,
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise DataError(f"{path}: line {line} is not a validation ({error!r}).") from error
+        raise DataError(f"{path}: line {line} is not a validation result ({error!r}).") from error
 
 
 def _drawn(path: Path, *, finished: bool) -> dict[str, int]:
-    """Number of rows of each dataset that were trained on."""
+    """Number of trained rows by dataset."""
     if not path.is_file():
         return {}
     by_step: dict[int, dict[str, int]] = {}
@@ -144,13 +144,13 @@ _MARKS = ("recipe.yaml", "run.json", "scores", "stages")
 
 
 def gather(run_dir: Path) -> RunResults:
-    """Read all result files of one run, or of one folder that `unspool eval --out` wrote."""
+    """Read all result files of a run, or of a folder that `unspool eval --out` wrote."""
     if not any((run_dir / mark).exists() for mark in _MARKS):
         if (run_dir / SUMMARY).is_file():
             return _gather_scores(run_dir)
         raise ConfigError(
-            f"{run_dir} {_not_a_run(run_dir)}. Give the folder that the recipe names as `out`, such as runs/tiny, or "
-            "one that `unspool eval --out` wrote."
+            f"{run_dir} {_not_a_run(run_dir)}. Give the output folder of a recipe, such as runs/tiny, or that of an "
+            "evaluation."
         )
     recipe_file = run_dir / "recipe.yaml"
     recipe_text = read_text(recipe_file) if recipe_file.is_file() else None
@@ -183,8 +183,8 @@ def _not_a_run(folder: Path) -> str:
         return "does not exist"
     work = folder.with_name(folder.name + ".work")
     if work.is_dir():
-        return f"holds no scores yet: {work} is unfinished; run the same `unspool eval` again to finish it"
-    return f"is not a run: it holds none of {', '.join((*_MARKS, SUMMARY))}"
+        return f"has no scores yet: {work} is unfinished; run the same `unspool eval` command again to resume it"
+    return f"is not a run: it has none of {', '.join((*_MARKS, SUMMARY))}"
 
 
 def _gather_scores(folder: Path) -> RunResults:
@@ -235,7 +235,7 @@ def _facts(path: Path) -> _Facts:
             seconds={str(name): float(seconds) for name, seconds in (raw.get("seconds") or {}).items()},
         )
     except (TypeError, ValueError, AttributeError) as error:
-        raise DataError(f"{path} is not readable ({error!r}); run the recipe again to rewrite it.") from error
+        raise DataError(f"{path} cannot be read ({error!r}); run the recipe again to rewrite it.") from error
 
 
 def _artifacts(run_dir: Path) -> Iterator[Artifact]:
@@ -259,7 +259,7 @@ def _artifacts(run_dir: Path) -> Iterator[Artifact]:
 
 
 def _problems(corpus_dir: Path) -> Iterator[Problem]:
-    """The first unreadable records and left-out parts of each corpus."""
+    """The first unreadable records and removed parts of each corpus."""
     for folder in published(corpus_dir):
         bad, left = folder / "quarantine.jsonl", folder / "left_out.jsonl"
         for raw in _first(bad):
@@ -276,7 +276,7 @@ def _first(path: Path) -> list[dict[str, Any]]:
 
 
 def _base_config(base_model: str | None) -> dict[str, Any] | None:
-    """config.json of a local model or one that ships with the package; a report downloads nothing."""
+    """config.json of a local or bundled model. Reports never download."""
     if not base_model:
         return None
     shipped = base_model.startswith(ASSET_PREFIX)

@@ -1,6 +1,6 @@
-"""Read the scores of models: cells, answers, and a few questions to show.
+"""Read the scores of models: cells, answers and a few questions to show.
 
-Questions to show are chosen without looking at scores. Every score is kept by the hash of its prompt, so that two
+Questions to show are chosen without looking at scores. Scores are keyed by the hash of their prompt, so that two
 models can be compared in pairs.
 """
 
@@ -32,17 +32,17 @@ def gather_models(run_dir: Path, stage_names: list[str]) -> tuple[ModelScores, .
     """Read `scores/<model>/` (published folders only) and `short/<model>/summary.json`; the base model comes first."""
     order = {name: position for position, name in enumerate([BASE, *stage_names])}
     scored = {folder.name: folder for folder in published(run_dir / "scores")}
-    # lm-eval's numbers have no manifest: `unspool eval --suite short --out RUN/short/NAME`.
+    # Results of lm-eval have no manifest: `unspool eval --suite short --out RUN/short/NAME`.
     short = {path.parent.name: path for path in sorted((run_dir / SHORT).glob(f"*/{SUMMARY}"))}
     names = sorted(scored.keys() | short.keys(), key=lambda name: (order.get(name, len(order)), name))
     return tuple(_model(name, scored.get(name), short.get(name)) for name in names)
 
 
 def gather_model(folder: Path) -> ModelScores:
-    """Read a folder that `unspool eval --out` wrote; the model has the name that it was scored under."""
+    """Read a folder that `unspool eval --out` wrote. The model's name comes from the scores."""
     summary = folder / SUMMARY
     name = json_object(summary).get("model")
-    is_short = read_manifest(folder) is None  # lm-eval's numbers have no manifest
+    is_short = read_manifest(folder) is None  # results of lm-eval have no manifest
     return _model(str(name or folder.name), None if is_short else folder, summary if is_short else None)
 
 
@@ -54,7 +54,7 @@ def _model(name: str, folder: Path | None, short_file: Path | None) -> ModelScor
     samples_file = folder / "samples.jsonl" if folder else None
     if samples_file and samples_file.is_file():
         lines = list(json_lines(samples_file))
-    # A suite may log lines of its own format (loss has no questions): only answers can be shown.
+    # Suites may log other lines (perplexity has no questions); only answers can be shown.
     samples = [_sample(raw, samples_file, at) for at, raw in lines if "reference" in raw and "output" in raw]
     suites = sorted({sample.suite for sample in samples})
     return ModelScores(
@@ -77,12 +77,12 @@ def _model(name: str, folder: Path | None, short_file: Path | None) -> ModelScor
     )
 
 
-# What summary.json says about a server, and its name for people.
+# Keys of a server in summary.json, and their names on the page.
 _SERVER = {"endpoint": "endpoint", "model": "server model", "context": "context", "template": "chat template"}
 
 
 def _asked(summary: dict[str, Any]) -> dict[str, str]:
-    """How a model was asked; scores older than this record come from a model in the process."""
+    """Backend settings. Old scores lack this record; they all came from the transformers backend."""
     record = summary.get("backend")
     record = record if isinstance(record, dict) else {}
     found = {"backend": str(record.get("kind", "transformers"))}
@@ -113,7 +113,7 @@ def _cell(raw: Any, path: Path, position: int) -> Cell:
             unscored=int(raw.get("not_judged") or 0) + int(raw.get("unparsable") or 0),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise DataError(f"{path}: cell {position} is not readable ({error!r}); score this model again.") from error
+        raise DataError(f"{path}: cell {position} cannot be read ({error!r}); score this model again.") from error
 
 
 def _optional_text(value: Any) -> str | None:
@@ -121,12 +121,12 @@ def _optional_text(value: Any) -> str | None:
 
 
 def _suite(raw: dict[str, Any]) -> str:
-    """Tasks are shown like suites."""
+    """Suite name of a sample or cell. Tasks appear as suites of their own."""
     return task_suite(str(raw["suite"]), str(raw["task"])) if raw.get("task") else str(raw["suite"])
 
 
 def _suites(summary: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """What summary.json has of each suite of tasks; of several entries of one suite the last."""
+    """Entry of each task suite in summary.json; the last one wins."""
     return {str(entry.get("suite")): entry for entry in _suite_entries(summary)}
 
 
@@ -165,7 +165,7 @@ def _sample(raw: dict[str, Any], path: Path | None, line: int) -> Sample:
 
 
 def _prompt(raw: Any) -> Prompt | None:
-    """A prompt as text, or its two ends with the number of tokens between them."""
+    """The prompt as text, or its start and end with the number of tokens cut between them."""
     if isinstance(raw, str):
         return Prompt(start=raw)
     if not isinstance(raw, dict):
@@ -184,7 +184,7 @@ def _answers(samples: list[Sample]) -> dict[tuple[str, int], Answers]:
 
 
 def _windows(lines: list[tuple[int, dict[str, Any]]], path: Path | None) -> dict[int, Windows]:
-    """Losses of each window by positions."""
+    """Losses of each window by position."""
     found: dict[int, Windows] = {}
     for line, raw in lines:
         if raw.get("suite") != LOSS or "losses" not in raw:

@@ -1,4 +1,4 @@
-"""The page of one look at a model: score by length and by depth, and its effective length."""
+"""The HTML page of an effective-length measurement: score by length and depth."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -29,7 +29,7 @@ ALL = "mean of tasks"
 
 
 def write_look(summary: Mapping[str, Any], out_file: Path) -> None:
-    """Write the page of a summary that has a `look`."""
+    """Write the page of a summary with the key `look`."""
     facts = summary["look"]
     environment = load_templates(Path(__file__).parent)
     environment.globals.update(swatch=swatch, heat_scale=heat_scale, styles=MODEL_STYLES)
@@ -72,7 +72,7 @@ def _curve(facts: Mapping[str, Any]) -> Figure:
     ]
     ticks = [(float(length), format_size(length)) for length in [row["length"] for row in rows] + facts["not_asked"]]
     frame = Frame(
-        label="Score by prompt length; the same numbers are in the table.",
+        label="Score by prompt length; the table has the same numbers.",
         x_title="prompt length (tokens)",
         x_ticks=thin_ticks(ticks),
         show_y=lambda value: f"{100 * value:.0f}%",
@@ -81,7 +81,7 @@ def _curve(facts: Mapping[str, Any]) -> Figure:
         mark=(float(found["value"]), f"effective length {format_size(found['value'])}") if found else None,
         dodge=False,
     )
-    note = "share of right answers, every task counts the same; bars are 95% intervals of the mean"
+    note = "share of correct answers; all tasks have equal weight; bars are 95% intervals of the mean"
     return Figure(title="Score by length", note=note, drawing=line_chart([*tasks, whole], frame))
 
 
@@ -105,7 +105,7 @@ def _depths(summary: Mapping[str, Any]) -> Figure | None:
     by_place = {(cell["length"], cell["depth"]): cell for cell in cells}
     rows = [[_heat_cell(by_place.get((length, depth))) for length in lengths] for depth in [*depths, None]]
     panel = Heatmap(
-        label="Needle recall by length and depth; the same numbers are in summary.json.",
+        label="Needle recall by length and depth; summary.json has the same numbers.",
         columns=[format_size(length) for length in lengths],
         rows=[*(format_percent(depth) for depth in depths), "all"],
         cells=rows,
@@ -113,13 +113,13 @@ def _depths(summary: Mapping[str, Any]) -> Figure | None:
         y_title="depth",
         total_row=True,
     )
-    note = "percent of needles found, by their place in the text: 0% is the start"
+    note = "percent of needles found, by depth in the text (0% is the start)"
     return Figure(title="Needle by depth", note=note, drawing=heatmap(panel))
 
 
 def _heat_cell(cell: Mapping[str, Any] | None) -> HeatCell:
     if cell is None:
-        return HeatCell(value=None, text=MISSING, tooltip="not asked")
+        return HeatCell(value=None, text=MISSING, tooltip="not tested")
     shown = f"{format_size(cell['length'])}: {_with_interval(cell)}, n = {cell['n']}"
     return HeatCell(value=cell["value"], text=format_percent(cell["value"])[:-1], tooltip=shown)
 
@@ -135,10 +135,10 @@ def _table(facts: Mapping[str, Any]) -> Table:
         ]
         for row in rows
     ]
-    empty = [Entry(text=MISSING, note="not asked"), *[Entry(text=MISSING)] * (len(tasks) + 1)]
+    empty = [Entry(text=MISSING, note="not tested"), *[Entry(text=MISSING)] * (len(tasks) + 1)]
     body += [[Entry(text=format_size(length)), *empty] for length in facts["not_asked"]]
     titles = [TASK_TITLES.get(task, task) for task in tasks]
-    note = "Percent of right answers with 95% intervals."
+    note = "Percent of correct answers with 95% intervals."
     return Table(caption="Score by length", columns=["length", ALL, *titles, "n"], rows=body, note=note)
 
 

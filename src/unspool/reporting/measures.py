@@ -1,7 +1,7 @@
-"""The few numbers a run is judged by, each before and after, and how scores are written.
+"""Key measures of a run, before and after training, and the formats of scores.
 
-Recall at the longest length of each suite, the loss at the farthest positions, and the loss inside the original
-context. The tiles, the headline and the comparison of arms all use these.
+The key measures are recall at the longest length of each suite, loss at the farthest positions, and loss inside the
+original context. The tiles, the headline and the comparison of arms use them.
 """
 
 import math
@@ -23,7 +23,7 @@ def format_value(cell: Cell | None) -> str:
 
 
 def format_interval(cell: Cell | None) -> str:
-    """`±0.09` for a loss, `71–93` (percent) for a recall, nothing without an interval."""
+    """`±0.09` for a loss, `71–93` (percent) for recall, empty without an interval."""
     if cell is None or cell.value is None or cell.low is None or cell.high is None:
         return ""
     if cell.is_loss:
@@ -44,12 +44,12 @@ def format_n(cell: Cell) -> str:
 
 
 def format_difference(value: float | None, *, is_loss: bool) -> str:
-    """`+12`, in points of percent; `−0.050`, in nats."""
+    """`+12` in percentage points, or `−0.050` in nats."""
     if value is None:
         return MISSING
     if value == 0:
         return "0"
-    # Whole points, except where rounding would claim that there is no difference.
+    # Whole points, unless rounding would hide the difference.
     return format_signed(value, 3) if is_loss else format_signed(100 * value, 1 if abs(value) < 0.005 else 0)
 
 
@@ -64,14 +64,14 @@ def format_positions(start: int, stop: int) -> str:
 
 
 def lowercase_start(title: str) -> str:
-    """A title inside a sentence: `needle recall at 2K`, but `RULER at 64K`."""
+    """Title for use inside a sentence: `needle recall at 2K`, but `RULER at 64K`."""
     is_name = len(title) > 1 and title[1].isupper()
     return title if is_name else title[:1].lower() + title[1:]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measure:
-    """One number of every model; None where it was not measured."""
+    """One number per model; None where it was not measured."""
 
     subject: str  # "Needle recall"
     place: str  # "at 2K"
@@ -92,7 +92,7 @@ def key_measures(results: RunResults) -> list[Measure]:
 
 
 def measures_for(models: Mapping[str, ModelScores], original_context: int | None) -> list[Measure]:
-    """Measures of models by their labels; models of several runs may lack some lengths."""
+    """Key measures of labeled models. Models of different runs may lack some lengths."""
     return [*_recalls(models), *_losses(models, original_context)]
 
 
@@ -141,7 +141,7 @@ def _loss(place: str, cells: dict[str, Cell | None], spans: tuple[tuple[int, int
 def average(cells: Sequence[Cell | None]) -> Cell | None:
     """Return the plain mean over lengths, tasks or categories, or None if one of them is missing.
 
-    Their prompts are independent, so the squares of their half intervals add up.
+    The prompts are independent, so the squared half-widths of their intervals add up.
     """
     known = [cell for cell in cells if cell is not None and cell.value is not None]
     if not known or len(known) < len(cells):
@@ -170,8 +170,8 @@ def _at(cells: tuple[Cell, ...], span: tuple[int, int]) -> Cell | None:
 def pool(cells: list[Cell]) -> Cell | None:
     """Return the mean over several position buckets, weighted by tokens.
 
-    Buckets of one window are correlated by an unknown amount, so the interval is the widest possible: half-widths are
-    averaged as if the buckets were fully correlated.
+    Buckets of one window are correlated by an unknown amount. The interval is therefore the widest possible one: the
+    half-widths are averaged, as if the buckets were fully correlated.
     """
     known = [cell for cell in cells if cell.value is not None and cell.n > 0]
     if not known:
@@ -196,10 +196,10 @@ def pool(cells: list[Cell]) -> Cell | None:
 
 
 def winner(measure: Measure, names: list[str]) -> str | None:
-    """Return the model whose interval lies wholly on the better side of all others, or None.
+    """Return the model whose interval is better than every other interval without overlap, or None.
 
-    These are intervals of each model alone. Paired comparisons on the same questions (comparisons.py) separate models
-    sooner, so None is the careful verdict.
+    These intervals describe each model alone. Paired comparisons on the same questions (comparisons.py) find smaller
+    differences, so None is the conservative verdict.
     """
     ranges = {name: _good_range(measure, name) for name in names}
     best = max(names, key=lambda name: ranges[name][0])
@@ -208,13 +208,13 @@ def winner(measure: Measure, names: list[str]) -> str | None:
 
 
 def trusted_range(cell: Cell | None) -> tuple[float, float] | None:
-    """The interval of a mean; None without one, or where so few questions cannot show a difference."""
+    """Interval of a mean. None if there is none, or if n is too small to show a difference."""
     if cell is None or cell.low is None or cell.high is None or not (cell.is_loss or could_tell(cell.n)):
         return None
     return cell.low, cell.high
 
 
 def _good_range(measure: Measure, name: str) -> tuple[float, float]:
-    """(worst, best) plausible value, signed so that more is better; unbounded where not measured."""
+    """(worst, best) plausible value, signed so that higher is better; infinite where not measured."""
     low, high = trusted_range(measure.cells.get(name)) or (-math.inf, math.inf)
     return (low, high) if measure.higher_is_better else (-high, -low)

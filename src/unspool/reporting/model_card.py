@@ -1,6 +1,6 @@
-"""The model card of an exported folder, as Markdown: what the model is, how it was made, its scores, how to load it.
+"""The model card of an exported model, as Markdown: description, training, scores and loading code.
 
-Every number is read from the run or from the check on export; unknown facts are left out or called unknown.
+Every number comes from the run or from the check on export. Unknown facts are omitted or marked as unknown.
 """
 
 from collections.abc import Iterator, Sequence
@@ -84,11 +84,12 @@ def _what(facts: CardFacts, recipe: dict[str, Any]) -> str:
     lines = [
         f"# {facts.name}",
         "",
-        f"A causal language model with a context of {format_size(facts.context)} tokens{grown}, made with Unspool.",
+        f"A causal language model with a context length of {format_size(facts.context)} tokens{grown}. "
+        "It was trained with Unspool.",
         "",
         f"- Base model: {origin or 'not recorded'}",
         f"- Architecture: {facts.config.get('plain_type', facts.config['model_type'])}",
-        f"- Positions: {describe_positions(facts.config)}",
+        f"- Position encoding: {describe_positions(facts.config)}",
         f"- Weights: {facts.config['dtype']}",
     ]
     return "\n".join(lines)
@@ -96,13 +97,13 @@ def _what(facts: CardFacts, recipe: dict[str, Any]) -> str:
 
 def _base_model(facts: CardFacts, recipe: dict[str, Any]) -> str | None:
     if isinstance(recipe.get("model"), dict):
-        return f"none; trained from random weights (size {recipe['model'].get('size', MISSING)})"
+        return f"none; trained from random initialization (size {recipe['model'].get('size', MISSING)})"
     named = facts.base_id or (facts.results.base_model if facts.results else None)
     return f"`{named}`" if named else None
 
 
 def describe_positions(config: dict[str, Any]) -> str:
-    """The RoPE settings of a config.json in one phrase."""
+    """Describe the RoPE settings of a config.json in one phrase."""
     bases = config.get("head_bases")
     if bases:
         by_layer = isinstance(bases[0], list)
@@ -125,29 +126,29 @@ def _describe_rope(rope: dict[str, Any]) -> str:
 
 def _loading(facts: CardFacts) -> str:
     allow = ", trust_remote_code=True" if facts.own_code else ""
-    code = f"""## How to load it
+    code = f"""## How to use it
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-folder = "{facts.name}"  # where this card is
+folder = "{facts.name}"  # folder of this model card
 tokenizer = AutoTokenizer.from_pretrained(folder{allow})
 model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto"{allow})
 ```
 """
     if facts.own_code:
         return code + (
-            "\nA `transformers` config cannot express one base per head, so the code that computes it is next to the "
-            "weights (`modeling_harpe.py`). It needs transformers 5.17 or later and runs only with "
-            "`trust_remote_code=True`; loading fails without it. vLLM, SGLang and llama.cpp refuse this model, since "
-            "they do not know its `model_type` and architecture. Do not rename these to make them load it: they would "
-            "compute wrong positions. Serve it with `transformers`."
+            "\nA `transformers` config cannot express one RoPE base per head. The code that computes it is next to the "
+            "weights (`modeling_harpe.py`). It needs transformers 5.17 or later and `trust_remote_code=True`; loading "
+            "fails without them. vLLM, SGLang and llama.cpp refuse this model, because they do not know its "
+            "`model_type` and architecture. Do not rename these fields to force loading: the model would use wrong "
+            "positions. Serve it with `transformers`."
         )
     return code + f"\nWith vLLM: `vllm serve {facts.name} --max-model-len {facts.context}`."
 
 
 def lineage(stages: Sequence[Stage], last: str | None) -> list[Stage]:
-    """The stages that led to `last`, in order."""
+    """Stages from the base model to `last`, in order."""
     by_name = {stage.name: stage for stage in stages}
     found: list[Stage] = []
     while last in by_name and by_name[last] not in found:
@@ -174,11 +175,11 @@ def _stages(facts: CardFacts, recipe: dict[str, Any]) -> str:
     table = markdown_lines(["stage", "context", "tokens", "RoPE", "datasets (share of tokens)"], rows)
     datasets = recipe.get("datasets") or {}
     data = [f"- {name}: {_describe_dataset(datasets[name])}" for name in used if isinstance(datasets.get(name), dict)]
-    return "\n".join(["## How it was made", "", *table, *(["", "Datasets:", "", *data] if data else [])])
+    return "\n".join(["## Training", "", *table, *(["", "Datasets:", "", *data] if data else [])])
 
 
 def _describe_rope_entry(entry: Any) -> str:
-    """A stage's RoPE settings as in the recipe."""
+    """Describe a stage's RoPE settings from the recipe."""
     if not isinstance(entry, dict):
         return "unchanged"
     given = ", ".join(f"{name} {value}" for name, value in entry.items() if name != "method" and value is not None)
@@ -201,7 +202,7 @@ def _scores(facts: CardFacts) -> str:
         return ""
     before = models.get(BASE)
     columns = ("", "at", *(("before",) if before else ()), "after", "n")
-    note = "Recall in percent, loss in nats per token, each with its 95% interval."
+    note = "Recall in percent and loss in nats per token, with 95% intervals."
     return "\n".join(["## Scores", "", *markdown_lines(columns, list(_score_rows(before, after))), "", note])
 
 
@@ -230,12 +231,12 @@ def _checks(checks: Sequence[Check]) -> str:
         for check in checks
     ]
     lines = [
-        "## Checked on export",
+        "## Export check",
         "",
-        "A fresh process with plain `transformers` computed the same logits as the trained model. Error: the largest "
-        "difference as a share of the largest logit.",
+        "A fresh process with plain `transformers` computed the same logits as the trained model. The error is the "
+        "largest absolute difference divided by the largest logit.",
         "",
-        *markdown_lines(["pass", "tokens", "last position", "computed in", "error", "tolerance"], rows),
+        *markdown_lines(["check", "tokens", "last position", "computed in", "error", "tolerance"], rows),
     ]
     return "\n".join(lines)
 
@@ -253,5 +254,5 @@ def _versions(facts: CardFacts) -> str:
 
 
 def _licence(facts: CardFacts) -> str:
-    named = f"`{facts.licence}`, as the base model." if facts.licence else "See the base model."
+    named = f"`{facts.licence}`, like the base model." if facts.licence else "See the base model."
     return f"## Licence\n\n{named}"

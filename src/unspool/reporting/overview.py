@@ -1,6 +1,6 @@
-"""Models side by side: by length as in Table 1 of Untie the Knots, by category as in Table 10 of ProLong.
+"""Tables that compare models: by length (UtK, Table 1) and by category (ProLong, Table 10).
 
-Tables give means with 95% intervals. A mean over lengths, tasks or categories is given only if none of them is missing.
+Tables show means with 95% intervals. A mean over lengths, tasks or categories appears only if no part is missing.
 """
 
 from collections.abc import Sequence
@@ -18,11 +18,11 @@ from unspool.reporting.run_results import SHORT, Cell, recall_suites, task_of, t
 from unspool.reporting.suite_titles import HELMET_CATEGORY_TITLES, RULER_TASK_GROUPS, suite_title
 
 HELMET, RULER = "helmet", "ruler"
-_BOLD = "bold: the best, where its interval lies above all others"
+_BOLD = "bold: the best model, if its interval is above all others"
 
 
 def length_table(lines: Sequence[Line], suite: str) -> Table:
-    """Models × lengths, with the average and the adaptation rate: the target length's score ÷ the reference's."""
+    """Table of models × lengths, with the average and the adaptation rate (target ÷ reference score)."""
     lengths = _lengths(lines, suite)
     scored = [line for line in lines if any(line.scores.recall(suite, length) for length in lengths)]
     reaches = any(line.scores.holds_until.get(suite) for line in scored)
@@ -43,17 +43,17 @@ def length_table(lines: Sequence[Line], suite: str) -> Table:
             ]
         )
     marked = _mark_best(rows, num_columns=len(lengths) + (len(lengths) > 1))
-    ends = ["average", "kept"] if len(lengths) > 1 else []
+    ends = ["average", "adaptation rate"] if len(lengths) > 1 else []
     return Table(
         caption=f"{suite_title(suite)} by length",
-        columns=["model", *map(format_size, lengths), *ends, *(["holds until"] if reaches else [])],
+        columns=["model", *map(format_size, lengths), *ends, *(["effective length"] if reaches else [])],
         rows=marked,
         note=_length_note(rate if len(lengths) > 1 else None, reaches=reaches) + _comparability(scored, suite),
     )
 
 
 def _comparability(lines: Sequence[Line], suite: str) -> str:
-    """Whether published numbers compare with the scores: one sentence, or one for each model."""
+    """Whether the scores are comparable with published ones: one sentence, or one per model."""
     said = {line.label: found for line in lines if (found := line.scores.comparability.get(suite))}
     if len(set(said.values())) > 1:
         return "".join(f" {label}: {found}." for label, found in said.items())
@@ -63,8 +63,8 @@ def _comparability(lines: Sequence[Line], suite: str) -> str:
 def _length_note(rate: tuple[int, int] | None, *, reaches: bool) -> str:
     note = f"Percent, with 95% intervals; {_BOLD}"
     if rate:
-        note += f"; kept: {format_size(rate[0])} ÷ {format_size(rate[1])}"
-    return note + ("; holds until: the longest length with a mean of at least 85.6." if reaches else ".")
+        note += f"; adaptation rate: score at {format_size(rate[0])} ÷ score at {format_size(rate[1])}"
+    return note + ("; effective length: the longest length with a mean of at least 85.6." if reaches else ".")
 
 
 def _kept(target: Cell | None, reference: Cell | None) -> Entry:
@@ -74,7 +74,7 @@ def _kept(target: Cell | None, reference: Cell | None) -> Entry:
 
 
 def category_tables(lines: Sequence[Line]) -> list[Table]:
-    """Models × categories: all suites, then each suite that consists of tasks, then lm-eval's tasks."""
+    """Tables of models × categories: all suites, then each suite of tasks, then lm-eval tasks."""
     whole = [suite for suite in _suites(lines) if not task_of(suite)[1]]
     with_tasks = list(dict.fromkeys(task_of(suite)[0] for suite in _suites(lines) if task_of(suite)[1]))
     tables = []
@@ -88,17 +88,17 @@ def category_tables(lines: Sequence[Line]) -> list[Table]:
 
 
 def _mixed_averages(lines: Sequence[Line], suite: str) -> str:
-    """Averages in which tasks have lengths of their own, as a sentence after a table's note."""
+    """Sentence on averages in which some tasks use other lengths; it follows a table's note."""
     found = [(line.label, *line.scores.mixed_averages[suite]) for line in lines if suite in line.scores.mixed_averages]
     if not found:
         return ""
     lengths = join_words([format_size(length) for length in found[0][2]])
     each = ", ".join(f"{label} {100 * value:.1f}" for label, value, _ in found)
-    return f" Average with tasks at lengths of their own ({lengths}): {each}."
+    return f" Average in which some tasks use other lengths ({lengths}): {each}."
 
 
 def _categories(lines: Sequence[Line], suite: str) -> dict[str, list[str]]:
-    """Titles of categories with their tasks, as far as any model was scored on them."""
+    """Category titles with their scored tasks."""
     tasks = [task_of(name)[1] for name in _suites(lines) if task_of(name)[0] == suite and task_of(name)[1]]
     groups: dict[str, list[str]] = {}
     for task in tasks:
@@ -118,7 +118,7 @@ def _category(suite: str, task: str) -> str:
 
 def _category_table(lines: Sequence[Line], columns: dict[str, list[str]], caption: str) -> Table:
     asked = [{length for suite in suites for length in _lengths(lines, suite)} for suites in columns.values()]
-    # A length that only some categories were asked at, such as ProLong's 512K, would make them unlike the others.
+    # Use only lengths that all categories have (ProLong scores some at 512K), so that the means are comparable.
     lengths = sorted(set.intersection(*asked) or set.union(*asked))
     has_context = any(line.context for line in lines)
     rows = []
@@ -137,13 +137,13 @@ def _category_table(lines: Sequence[Line], columns: dict[str, list[str]], captio
 
 
 def _over_lengths(line: Line, suites: Sequence[str], lines: Sequence[Line], among: Sequence[int]) -> Cell | None:
-    """The mean over tasks, and over those of some lengths that any model was scored on."""
+    """Mean over tasks and over those given lengths at which any model was scored."""
     asked = [(suite, length) for suite in suites for length in _lengths(lines, suite) if length in among]
     return average([line.scores.recall(suite, length) for suite, length in asked])
 
 
 def short_tables(lines: Sequence[Line]) -> list[Table]:
-    """Models × tasks of lm-eval, if any were run."""
+    """Table of models × lm-eval tasks, if any were run."""
     tasks = list(dict.fromkeys(cell.suite for line in lines for cell in line.scores.short))
     if not tasks:
         return []
@@ -158,7 +158,7 @@ def short_tables(lines: Sequence[Line]) -> list[Table]:
     names = [task_of(task)[1] or SHORT for task in tasks]
     columns = ["model", *names, *(["average"] if len(tasks) > 1 else [])]
     found = _mark_best(rows, num_columns=len(columns) - 1)
-    return [Table(caption="Short context", columns=columns, rows=found, note=f"lm-eval's tasks, in percent; {_BOLD}.")]
+    return [Table(caption="Short context", columns=columns, rows=found, note=f"lm-eval tasks, in percent; {_BOLD}.")]
 
 
 def _suites(lines: Sequence[Line]) -> list[str]:
@@ -170,7 +170,7 @@ def _lengths(lines: Sequence[Line], suite: str) -> list[int]:
 
 
 def _mark_best(rows: list[list[Entry]], *, num_columns: int, first: int = 1) -> list[list[Entry]]:
-    """Make the best of each column bold where its interval lies above those of all other models."""
+    """Make the best entry of a column bold if its interval is above all other intervals."""
     marked = [list(row) for row in rows]
     for column in range(first, first + num_columns):
         ranges = [row[column].range for row in rows if row[column].text != MISSING]
@@ -190,14 +190,14 @@ MAX_FIGURES = 4
 
 @dataclass(frozen=True, kw_only=True)
 class TradeOff:
-    """Long-context scores against scores inside the original context."""
+    """Long-context scores plotted against scores inside the original context."""
 
     figures: list[Figure]
     table: Table
 
 
 def trade_off(lines: Sequence[Line], measures: Sequence[Measure]) -> TradeOff | None:
-    """None if fewer than two models have both."""
+    """Compare long-context and short-context scores; None if fewer than two models have both."""
     short_title, short = _short_side(lines, measures)
     longs = [measure for measure in measures if not measure.title.startswith("Loss inside")]
     figures = []
@@ -216,7 +216,7 @@ def trade_off(lines: Sequence[Line], measures: Sequence[Measure]) -> TradeOff | 
         for line in lines
     ]
     columns = ["model", short_title, *(measure.title for measure in longs)]
-    return TradeOff(figures=figures, table=Table(caption="Long against short", columns=columns, rows=rows))
+    return TradeOff(figures=figures, table=Table(caption="Long and short context", columns=columns, rows=rows))
 
 
 def _short_side(lines: Sequence[Line], measures: Sequence[Measure]) -> tuple[str, dict[str, Cell | None]]:
@@ -242,7 +242,7 @@ def _figure(lines: Sequence[Line], measure: Measure, short_title: str, short: di
         tooltip = f"{line.label}: {short_title} {format_with_interval(x)}, {measure.title} {format_with_interval(y)}"
         dots.append(Dot(label=line.label, style=line.style, x=_range(x), y=_range(y), tooltip=tooltip))
     axes = (_axis(short_title, short[lines[0].label]), _axis(measure.title, measure.cells[lines[0].label]))
-    label = f"{measure.title} against {short_title}, one point per model; the same numbers are in the table below."
+    label = f"{measure.title} against {short_title}, one point per model; the table below has the same numbers."
     return Figure(
         title=f"{measure.title} against {lowercase_start(short_title)}",
         note="better is up and to the right",

@@ -1,4 +1,4 @@
-"""The page of one run, or of several side by side, as one HTML file that loads nothing."""
+"""The report page of one or several runs, as one self-contained HTML file."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -77,7 +77,7 @@ def _tiles(results: RunResults, styles: dict[str, int]) -> list[Tile]:
 
 
 def lines_together(runs: Sequence[RunResults]) -> list[Line]:
-    """The models of all runs, each under its own label; runs that extend the same base model share its line."""
+    """Models of all runs with unique labels. Runs that extend the same base model share its line."""
     names = Counter(run.name for run in runs)
     lines: list[Line] = []
     for run in runs:
@@ -91,7 +91,7 @@ def lines_together(runs: Sequence[RunResults]) -> list[Line]:
 
 
 def shared_context(runs: Sequence[RunResults]) -> int | None:
-    """The original context, if all runs have the same."""
+    """The original context, or None if runs differ."""
     olds = {run.original_context for run in runs}
     return olds.pop() if len(olds) == 1 else None
 
@@ -111,7 +111,7 @@ def _side_by_side(runs: Sequence[RunResults], more: Sequence[Table]) -> Section:
         blocks.append(Group(figures=figures, legend=legend_of(lines)))
     found = trade_off(lines, measures)
     if found:
-        blocks.append(Group(title="Long against short", figures=found.figures, legend=legend_of(lines)))
+        blocks.append(Group(title="Long and short context", figures=found.figures, legend=legend_of(lines)))
         blocks.append(Group(tables=[found.table], wide=True))
     paired = comparison_table(compare(lines, measures))
     blocks += [Text(text=note, role="note") for note in not_paired(lines)]
@@ -122,13 +122,13 @@ def _side_by_side(runs: Sequence[RunResults], more: Sequence[Table]) -> Section:
         blocks.append(Group(tables=[losses], wide=True, folded=losses.caption))
     return Section(
         anchor="together",
-        title=f"{len(runs)} runs side by side" if len(runs) > 1 else "Beside the paper",
+        title=f"{len(runs)} runs side by side" if len(runs) > 1 else "Comparison with the paper",
         blocks=blocks or [missing("No run has scores yet.")],
     )
 
 
 def write_report(run_dirs: list[Path], out_file: Path, *, tables: Sequence[Table] = ()) -> None:
-    """Write one page for one run, or for several with a comparison on top, to which `tables` are added."""
+    """Write the report page. With several runs, a comparison comes first, with the extra `tables`."""
     if not run_dirs:
         raise ConfigError("A report needs at least one run folder, such as runs/tiny.")
     check_file(out_file, "report.html")
@@ -142,7 +142,7 @@ def check_file(out_file: Path, name: str) -> None:
 
 def render(runs: Sequence[RunResults], tables: Sequence[Table] = ()) -> str:
     environment = load_templates(Path(__file__).parent)
-    # Besides escaping: no text may hide or reorder its neighbors.
+    # Also remove control characters: text from a file must not hide or reorder the text around it.
     environment.finalize = lambda value: (
         printable(value) if isinstance(value, str) and not isinstance(value, Markup) else value
     )

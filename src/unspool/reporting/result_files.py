@@ -1,6 +1,6 @@
 """Read JSON, JSON lines and single values of result files.
 
-Missing and non-finite values are None; an unreadable file raises a DataError that names it.
+Missing and non-finite values become None. An unreadable file raises a DataError that names it.
 """
 
 import json
@@ -15,7 +15,7 @@ from unspool.core.sizes import parse_size
 
 
 def published(folder: Path) -> list[Path]:
-    """Subfolders with a manifest, by name; drafts and leftovers have no manifest or another suffix."""
+    """Published subfolders, sorted by name. Unfinished folders have no manifest or a suffix."""
     if not folder.is_dir():
         return []
     found = (path.parent for path in folder.glob(f"*/{MANIFEST}"))
@@ -40,7 +40,7 @@ def json_object(path: Path) -> dict[str, Any]:
 
 
 def json_lines(path: Path, whole: bool = True) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(line number, object) of each line; a file still being written (`whole=False`) may end in a partial line."""
+    """(line number, object) of each line. With `whole=False`, a partial last line is ignored."""
     lines = read_text(path).split("\n")
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -57,7 +57,7 @@ def json_lines(path: Path, whole: bool = True) -> Iterator[tuple[int, dict[str, 
 
 
 def number(value: Any) -> float | None:
-    """None for missing and non-finite values: neither can be drawn or compared."""
+    """A finite number, or None."""
     if value is None:
         return None
     found = float(value)

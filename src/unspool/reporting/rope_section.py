@@ -1,7 +1,7 @@
-"""The RoPE section: periods of each model's dimensions, and how far a similar key stands out (B(m) of rope/bound.py).
+"""The RoPE section: period of each dimension, and the bound B(m) of rope/bound.py.
 
-Computed from each model's config.json, not from the recipe. Models with the same frequencies share a line. B(m) is
-evaluated at every distance of the context.
+Values come from each model's config.json, not from the recipe. Models with the same frequencies share a curve. B(m) is
+computed at every distance of the context.
 """
 
 import math
@@ -23,13 +23,13 @@ from unspool.rope.bound import curve
 from unspool.rope.tables import config_frequencies
 
 NUM_BINS = 96
-MAX_DIMENSIONS = 16  # rows of the table; the chart has them all
+MAX_DIMENSIONS = 16  # rows of the table; the chart shows all dimensions
 MAX_HEADS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rope:
-    """One set of frequencies and the models that have it."""
+    """One set of frequencies and the models that use it."""
 
     names: tuple[str, ...]
     style: int
@@ -78,7 +78,7 @@ def _frequencies(config: dict[str, Any], context: int) -> tuple[np.ndarray, str]
 
 def _rope(names: Sequence[str], style: int, inv_freq: np.ndarray, summary: str, context: int) -> Rope:
     mean, reaches = np.zeros(context), []
-    # One head at a time: at long contexts, all heads at once would take gigabytes.
+    # One head at a time: at long contexts, all heads together would need gigabytes.
     for line in inv_freq:
         values = curve(line, context) / inv_freq.shape[1]
         mean += values / len(inv_freq)
@@ -108,7 +108,7 @@ def position_figures(found: Sequence[Rope], original_context: int | None) -> lis
         Series(label=rope.label, style=rope.style, points=[Point(x=x, y=y) for x, y in rope.curve]) for rope in found
     ]
     frame = Frame(
-        label="B(m), how far a similar key stands out at distance m, one curve per RoPE setting.",
+        label="B(m), how much higher a similar key scores than a random one at distance m, one curve per RoPE setting.",
         x_title="distance m (tokens, log scale)",
         x_ticks=[(float(1 << power), format_size(1 << power)) for power in powers],
         show_y=lambda value: f"{100 * value:g}%".replace("-", "−"),
@@ -116,7 +116,7 @@ def position_figures(found: Sequence[Rope], original_context: int | None) -> lis
         mark=context_mark(original_context),
         dots=False,
     )
-    note = "lowest share of B(0) around each distance; below 0 a similar key counts against itself"
+    note = "lowest share of B(0) around each distance; below 0, a similar key scores lower than a random one"
     return [Figure(title="B(m)", note=note, drawing=line_chart(series, frame)), _period_figure(found)]
 
 
@@ -132,7 +132,7 @@ def _period_figure(found: Sequence[Rope]) -> Figure:
     count = max(len(rope.periods) for rope in found)
     frame = Frame(
         label="Tokens per rotation of each RoPE dimension, one curve per RoPE setting.",
-        x_title="dimension, fastest first",
+        x_title="RoPE dimension, highest frequency first",
         x_ticks=[(tick, f"{tick:g}") for tick in nice_ticks(0.0, float(count - 1)) if tick <= count - 1],
         show_y=lambda value: format_count(2**value),
         dots=False,
@@ -153,7 +153,8 @@ def position_tables(found: Sequence[Rope], results: RunResults) -> list[Table]:
                 Entry(text=rope.label),
                 *entries(join_words(used), rope.summary, format_size(rope.context)),
                 Entry(
-                    text=f"{inside} of {len(rope.periods)}", tooltip="dimensions with a full rotation in the context"
+                    text=f"{inside} of {len(rope.periods)}",
+                    tooltip="dimensions that complete a rotation within the context",
                 ),
                 *entries(format_count(float(rope.periods.max()))),
                 *entries(

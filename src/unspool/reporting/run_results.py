@@ -1,4 +1,4 @@
-"""The results of one run as plain values, read by `gather`; every chart, table and sentence is computed from them.
+"""The results of one run as plain values. `gather` reads them; all charts, tables and sentences use them.
 
 A number that was not measured is None, never 0.
 """
@@ -13,7 +13,7 @@ from unspool.reporting.suite_titles import measure_of
 
 BASE = "base"
 LOSS = perplexity.SUITE.name
-SHORT = "short"  # lm-eval tasks: short prompts, so without a length
+SHORT = "short"  # lm-eval tasks; they have short prompts and no length
 _SEPARATOR = ": "  # between a suite and its task
 
 
@@ -22,7 +22,7 @@ def task_suite(suite: str, task: str) -> str:
 
 
 def task_of(suite: str) -> tuple[str, str]:
-    """Split a name made by `task_suite` into (suite, task); the task is empty for a whole suite."""
+    """Split a name from `task_suite` into (suite, task). The task is empty for a whole suite."""
     name, _, task = suite.partition(_SEPARATOR)
     return name, task
 
@@ -38,13 +38,13 @@ class Cell:
     n: int
     low: float | None = None
     high: float | None = None
-    depth: float | None = None  # None: all depths together
+    depth: float | None = None  # None: mean over all depths
     start: int | None = None
     stop: int | None = None
-    tasks: int | None = None  # of a mean over tasks: number of tasks that have a score
+    tasks: int | None = None  # for a mean over tasks: number of tasks with a score
     of_tasks: int | None = None  # number of tasks of the suite
-    unscored: int = 0  # answers without a readable verdict of a judge
-    beyond_context: str | None = None  # what was done with questions longer than the model's context
+    unscored: int = 0  # answers without a readable judge verdict
+    beyond_context: str | None = None  # policy for questions longer than the model's context
 
     @property
     def is_loss(self) -> bool:
@@ -53,7 +53,7 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """A prompt, cut in the middle where it is long."""
+    """A prompt. Long prompts are cut in the middle."""
 
     start: str
     end: str = ""
@@ -86,17 +86,19 @@ class ModelScores:
 
     name: str
     cells: tuple[Cell, ...]
-    samples: tuple[Sample, ...] = ()  # a few per suite, at its longest length
+    samples: tuple[Sample, ...] = ()  # a few per suite, at the longest length
     question_sets: dict[str, str] = field(default_factory=dict)  # suite: hash over all prompts
     answers: dict[tuple[str, int], Answers] = field(default_factory=dict)  # by suite (or task) and length
     windows: dict[int, Windows] = field(default_factory=dict)  # by length
     short: tuple[Cell, ...] = ()  # one per task of lm-eval
     holds_until: dict[str, int | None] = field(default_factory=dict)  # suite: its effective length
-    asked: dict[str, str] = field(default_factory=dict)  # how it was asked; backend, endpoint, …
+    asked: dict[str, str] = field(default_factory=dict)  # backend settings: backend, endpoint, …
     mixed_averages: dict[str, tuple[float, tuple[int, ...]]] = field(default_factory=dict)
-    """By suite, where tasks have lengths of their own: the average, and all lengths."""
+    """By suite, if some tasks use other lengths: the average and all lengths."""
     rates: dict[str, tuple[int, int]] = field(default_factory=dict)  # suite: target and reference of its rate
-    comparability: dict[str, str] = field(default_factory=dict)  # suite: whether published numbers compare, and why
+    comparability: dict[str, str] = field(
+        default_factory=dict
+    )  # suite: whether it is comparable with published numbers, and why
 
     def recall(self, suite: str, length: int, depth: float | None = None) -> Cell | None:
         wanted = (suite, length, depth)
@@ -110,7 +112,7 @@ class ModelScores:
 
 
 def recall_suites(models: Iterable[ModelScores]) -> list[str]:
-    """All scored suites but loss, in the order of the page."""
+    """All scored suites except perplexity, in page order."""
     found = {cell.suite for model in models for cell in model.cells if not cell.is_loss}
     right_or_wrong = [suite for suite in SUITES if measure_of(suite) == "accuracy"]
     order = {suite: position for position, suite in enumerate(right_or_wrong)}
@@ -141,19 +143,19 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class Validation:
-    """Held-out loss at some step of a stage."""
+    """Held-out loss at one step of a stage."""
 
     step: int
     tokens: int
     loss: float | None
-    farthest: float | None  # loss at positions `span`, the last that any document reaches
+    farthest: float | None  # loss at positions `span`, the last positions that any document reaches
     span: tuple[int, int] | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
     name: str
-    parent: str | None  # the stage it starts from; None: the base model
+    parent: str | None  # the stage it starts from; None means the base model
     context_length: int | None
     planned_tokens: int | None
     finished: bool
@@ -186,19 +188,19 @@ class Artifact:
 
 @dataclass(frozen=True, kw_only=True)
 class Distances:
-    """Pairs of tokens of one document in one row by distance, before and after a strategy moved its chunks."""
+    """Token pairs of one document in a row by distance, before and after a strategy moved chunks."""
 
-    edges: list[int]  # a bin starts at its edge and ends before the next
+    edges: list[int]  # lower edges of the bins
     before: list[int]
     after: list[int]
     rows: int
-    counted: int  # rows that were counted
+    counted: int  # sampled rows
     row_len: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """A record that could not be read, or a part of a document that was left out."""
+    """An unreadable record, or a part of a document that was removed."""
 
     corpus: str
     kind: str  # "not read" or "left out"
@@ -222,7 +224,7 @@ class RunResults:
     problems: tuple[Problem, ...] = ()  # the first few of each corpus
     base_config: dict[str, Any] | None = None  # config.json of the model before training
     curves: dict[str, dict[int, ModelScores]] = field(default_factory=dict)  # stage: scores by tokens trained in it
-    distances: dict[str, Distances] = field(default_factory=dict)  # by dataset
+    distances: dict[str, Distances] = field(default_factory=dict)  # by dataset name
     attention_maps: dict[str, str] = field(default_factory=dict)  # name: SVG
     is_run: bool = True  # False: the scores of one model, without a run
 
@@ -236,7 +238,7 @@ class RunResults:
 
     @property
     def arms(self) -> tuple[ModelScores, ...]:
-        """Scored models that no other stage starts from, comparable with each other."""
+        """Scored models from which no other stage starts. They can be compared with each other."""
         continued = {stage.parent for stage in self.stages}
         return tuple(model for model in self.after if model.name not in continued) or self.after
 
@@ -246,7 +248,7 @@ class RunResults:
 
     @property
     def model_names(self) -> list[str]:
-        """Every name that gets a color, in a fixed order, so that charts of scores and of training agree."""
+        """All model names in a fixed order, so that a model has the same color in all charts."""
         names = [BASE, *(stage.name for stage in self.stages), *(model.name for model in self.models)]
         return list(dict.fromkeys(names))
 

@@ -1,4 +1,4 @@
-"""Scores by tokens trained: of stages with `eval_every` (ProLong, Figure 4), and of several runs (UtK, Figure 6)."""
+"""Scores by trained tokens, for stages with `eval_every` (ProLong, Figure 4) and several runs (UtK, Figure 6)."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,7 +18,7 @@ Curve = dict[int, ModelScores]  # by tokens trained since the base model
 
 
 def gather_curves(run_dir: Path, stages: Sequence[Stage]) -> dict[str, dict[int, ModelScores]]:
-    """Scores by stage and by tokens trained in it."""
+    """Scores by stage and by number of tokens trained in the stage."""
     found = {}
     for stage in stages:
         tokens = {step.step: step.tokens for step in stage.steps}
@@ -30,13 +30,13 @@ def gather_curves(run_dir: Path, stages: Sequence[Stage]) -> dict[str, dict[int,
 
 
 def curve_figures(results: RunResults, styles: Mapping[str, int]) -> list[Figure]:
-    """Draw each suite's mean over its lengths, one line per stage that was scored while it trained."""
+    """Draw each suite's mean over its lengths, one line per stage that was scored during training."""
     lines = {stage.name: _curve(results, stage) for stage in results.stages if stage.name in results.curves}
     return _figures(lines, styles, "one line per stage")
 
 
 def curves_together(runs: Sequence[RunResults], models: Sequence[Line]) -> list[Figure]:
-    """Draw one line for each model that runs ended with, from its base model on; none if all saw the same tokens."""
+    """Draw one line per final model, from its base model on; none if all trained on equal tokens."""
     lines, styles = {}, {}
     for run in runs:
         stages = {stage.name: stage for stage in run.stages}
@@ -50,7 +50,7 @@ def curves_together(runs: Sequence[RunResults], models: Sequence[Line]) -> list[
 
 
 def _curve(results: RunResults, stage: Stage) -> Curve:
-    """Scores of one stage, with those of the model that it started from and of the one that it ended with."""
+    """Scores during one stage, with the scores of its initial and final model."""
     before = results.trained_tokens(stage.parent) if stage.parent else 0
     models = {model.name: model for model in results.models}
     ends = {0: models.get(stage.parent or BASE), stage.tokens: models.get(stage.name)}
@@ -61,7 +61,7 @@ def _curve(results: RunResults, stage: Stage) -> Curve:
 def _whole_curve(results: RunResults, stages: Mapping[str, Stage], name: str) -> Curve:
     """Scores from the base model to the end of a stage."""
     points: Curve = {}
-    left, stage = dict(stages), stages.get(name)  # a damaged recipe may have a circle
+    left, stage = dict(stages), stages.get(name)  # guard against a cycle in a damaged recipe
     while stage is not None:
         points = _curve(results, stage) | points
         del left[stage.name]
@@ -75,7 +75,7 @@ def _figures(lines: Mapping[str, Curve], styles: Mapping[str, int], what: str) -
 
 
 def _figure(suite: str, lines: Mapping[str, Curve], styles: Mapping[str, int], what: str) -> Figure:
-    # Only lengths that every point has: a mean over other lengths would be another measure.
+    # Use only lengths that every point has; otherwise the means are not comparable.
     sets = [
         {cell.length for cell in model.cells if cell.suite == suite and cell.depth is None and cell.value is not None}
         for points in lines.values()

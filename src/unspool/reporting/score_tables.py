@@ -11,13 +11,13 @@ from unspool.core.sizes import format_size
 from unspool.evals.beyond_context import footnote
 from unspool.evals.look_facts import TASK_TITLES
 
-BEYOND = " †"  # after a length beyond the model's context
-BAR = 10  # characters of 100%
+BEYOND = " †"  # marks lengths beyond the model's context
+BAR = 10  # characters of a bar of 100%
 COLUMNS = ("suite", "length", "positions or depth", "value", "95% interval", "n")
 
 
 def print_scores(console: Console, summary: Mapping[str, Any]) -> None:
-    """Print the cells of a summary, and below them the means of its suites."""
+    """Print the cells of a summary, then the means of its suites."""
     table = Table(*COLUMNS[:3])
     for column in COLUMNS[3:]:
         table.add_column(column, justify="right")
@@ -26,9 +26,9 @@ def print_scores(console: Console, summary: Mapping[str, Any]) -> None:
     console.print(table, highlight=True)
     asked = summary.get("backend", {})
     if "endpoint" in asked:
-        context = f"context {asked['context']}" if asked["context"] else "context not listed"
+        context = f"context {asked['context']}" if asked["context"] else "context length not listed"
         console.print(
-            f"asked of {asked['model']} at {asked['url']}, endpoint {asked['endpoint']}, {context}, chat template "
+            f"server {asked['url']}: model {asked['model']}, endpoint {asked['endpoint']}, {context}, chat template "
             f"{asked['template']}",
             highlight=False,
         )
@@ -39,7 +39,7 @@ def print_scores(console: Console, summary: Mapping[str, Any]) -> None:
     for suite in summary.get("suites", []):
         _print_means(console, suite, beyond and beyond["context"])
         length, rate = suite["effective_length"], suite["adaptation_rate"]
-        holds = f"holds up to {format_size(length)}" if length else "does not hold at any length"
+        holds = f"effective length {format_size(length)}" if length else "no tested length reaches the threshold"
         kept = f"; {_kept(rate)}" if rate and rate["value"] is not None else ""
         average = suite.get("average")
         if average:
@@ -85,7 +85,7 @@ def _mean_text(mean: dict[str, Any]) -> str:
 
 def table_rows(summary: Mapping[str, Any]) -> list[tuple[str, ...]]:
     """The rows of the table of scores, in the order of `COLUMNS`."""
-    # Depths of tasks are only in summary.json and in the report, since they would bury the tasks.
+    # Skip scores of tasks by depth: they would hide the tasks. summary.json and the report have them.
     return [
         table_row(cell)
         for cell in summary["cells"]
@@ -117,7 +117,7 @@ def table_row(cell: dict[str, Any]) -> tuple[str, ...]:
 
 
 def print_look(console: Console, facts: Mapping[str, Any]) -> None:
-    """Print scores by length with bars, what was left out, and the sentence."""
+    """Print scores by length with bars, the notes and the conclusion."""
     rows = facts["lengths"]
     tasks = list(rows[0]["tasks"]) if rows else []
     table = Table("length", "score")
@@ -130,8 +130,8 @@ def print_look(console: Console, facts: Mapping[str, Any]) -> None:
         shown = [f"{format_percent(cell['value'])} of {cell['n']}" for cell in cells]
         table.add_row(format_size(row["length"]), bar, format_percent(row["value"]), interval, str(row["n"]), *shown)
     for length in facts["not_asked"][:1]:
-        more = " and more" if len(facts["not_asked"]) > 1 else ""
-        table.add_row(format_size(length) + more, "not asked", *[MISSING] * (3 + len(tasks)))
+        more = " and longer" if len(facts["not_asked"]) > 1 else ""
+        table.add_row(format_size(length) + more, "not tested", *[MISSING] * (3 + len(tasks)))
     if rows:
         console.print(table)
     for note in facts["notes"]:

@@ -1,6 +1,6 @@
-"""The blocks a page consists of, and the sections of a run in their order.
+"""The blocks of a report page, and the sections of a run in page order.
 
-HTML and Markdown are both written from blocks, so that they agree. A missing part is stated in a sentence.
+HTML and Markdown are both written from blocks, so they agree. A sentence replaces each missing part.
 """
 
 from collections.abc import Sequence
@@ -54,10 +54,10 @@ class Group:
     figures: Sequence[Figure] = ()
     tables: Sequence[Table] = ()
     legend: Legend = field(default_factory=list)
-    keys: tuple[str, str] | None = None  # meaning of the two bars of a pair
-    wide: bool = False  # one below the other
-    small: bool = False  # three beside each other
-    folded: str = ""  # title of the fold; empty if the block is open
+    keys: tuple[str, str] | None = None  # meaning of the two bars of each pair
+    wide: bool = False  # stacked vertically
+    small: bool = False  # three in one line
+    folded: str = ""  # title of the collapsed block; empty if it is open
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +130,7 @@ class Tile:
 
 @dataclass(frozen=True, kw_only=True)
 class RunView:
-    """Everything that is printed about one run."""
+    """Everything the page shows about one run."""
 
     anchor: str
     name: str
@@ -151,7 +151,7 @@ class PageView:
 
 
 MAX_QUESTIONS = 80
-PROMPT_START, PROMPT_END = 600, 900  # characters; the question is at the end
+PROMPT_START, PROMPT_END = 600, 900  # characters; the end is longer because it holds the question
 
 
 def question_blocks(results: RunResults, styles: dict[str, int]) -> list[Questions]:
@@ -167,7 +167,7 @@ def question_blocks(results: RunResults, styles: dict[str, int]) -> list[Questio
 
 
 def _same_question(results: RunResults, suite: str) -> list[list[tuple[str, Sample]]]:
-    """The answers of all models to each prompt; a model may lack some."""
+    """All models' answers to each prompt. A model may lack some."""
     asked: dict[str, list[tuple[str, Sample]]] = {}
     for model in results.models:
         for sample in model.samples:
@@ -193,7 +193,7 @@ def _question(answers: list[tuple[str, Sample]], styles: dict[str, int]) -> Ques
 
 
 def shown_prompt(prompt: Prompt) -> str:
-    """Both ends of a prompt, with the length of the part between them."""
+    """Start and end of a prompt, with the length of the omitted middle."""
     if not prompt.end and len(prompt.start) <= PROMPT_START + PROMPT_END:
         return printable(prompt.start)
     if not prompt.end:
@@ -210,9 +210,9 @@ def mark(score: float | None) -> str:
     return "✓" if score >= 1 else "✗" if score <= 0 else format_percent(score)
 
 
-MANY = 4  # with more models, tables are not placed side by side
+MANY = 4  # with more models, tables are stacked vertically
 MAX_HEATMAPS = 64
-OPEN_HEATMAPS = 2  # heatmaps of further tasks are folded
+OPEN_HEATMAPS = 2  # heatmaps of further tasks are collapsed
 
 
 def sections(results: RunResults, styles: dict[str, int], anchor: str) -> list[Section]:
@@ -221,8 +221,8 @@ def sections(results: RunResults, styles: dict[str, int], anchor: str) -> list[S
         ("scores", "Scores", _scores(results, lines)),
         ("depths", "Length and depth", _depths(results, styles)),
         ("loss", "Loss by position", _loss(lines, results.original_context)),
-        ("paired", "Answer by answer", _paired(results, lines)),
-        ("tradeoff", "Long against short", _trade_off(results, lines)),
+        ("paired", "Paired comparison", _paired(results, lines)),
+        ("tradeoff", "Long and short context", _trade_off(results, lines)),
         ("training", "Training", _training(results, styles)),
         ("positions", "RoPE", _positions(results, styles)),
         ("attention", "Attention", _attention(results)),
@@ -253,7 +253,7 @@ def missing(text: str) -> Text:
 def _scores(results: RunResults, lines: list[Line]) -> list[Block]:
     if not results.recall_suites:
         short = category_tables(lines)
-        absent = missing("No recall was scored: add niah or key_value to the recipe's evals.")
+        absent = missing("Recall was not scored: add niah or key_value to the recipe's evals.")
         return [absent, *([Group(tables=short, wide=True)] if short else [])]
     figures = [recall_figure(lines, suite, results.original_context) for suite in results.main_suites]
     tables = [length_table(lines, suite) for suite in results.main_suites]
@@ -273,7 +273,7 @@ def _depths(results: RunResults, styles: dict[str, int]) -> list[Block]:
         folded = bool(task_of(suite)[1]) and num_tasks > OPEN_HEATMAPS
         blocks.append(_heat(results, suite, styles, folded=folded))
     if len(deep) > len(shown):
-        blocks.append(Text(text=f"{len(deep) - len(shown)} further tasks are in “All numbers” only."))
+        blocks.append(Text(text=f"{len(deep) - len(shown)} more tasks are only in “All numbers”."))
     return blocks
 
 
@@ -289,8 +289,8 @@ def _heat(results: RunResults, suite: str, styles: dict[str, int], *, folded: bo
             for model in results.models
             if any(cell.suite == suite for cell in model.cells)
         ],
-        note=f"{score_kind(suite)} in percent; n = {per_cell} in each cell, “all” pools the depths",
-        old_context=f"old context {format_size(results.original_context)}" if results.original_context else "",
+        note=f"{score_kind(suite)} in percent; n = {per_cell} in each cell; “all” is the mean over depths",
+        old_context=f"original context {format_size(results.original_context)}" if results.original_context else "",
         folded=title if folded else "",
     )
 
@@ -298,7 +298,7 @@ def _heat(results: RunResults, suite: str, styles: dict[str, int], *, folded: bo
 def _loss(lines: list[Line], old: int | None) -> list[Block]:
     with_loss = [line for line in lines if line.scores.losses()]
     if not with_loss:
-        return [missing("No loss by position was scored: add perplexity to the recipe's evals.")]
+        return [missing("Loss by position was not scored: add perplexity to the recipe's evals.")]
     return [
         Group(
             figures=[loss_figure(with_loss, old)],
@@ -361,7 +361,7 @@ def _attention(results: RunResults) -> list[Block]:
 def _data(results: RunResults) -> list[Block]:
     found = audit(results)
     if not found.tables:
-        return [missing("No corpus or dataset has been published yet.")]
+        return [missing("No corpus or dataset is finished yet.")]
     blocks: list[Block] = [Text(text=warning, role="note") for warning in found.warnings]
     if found.lengths:
         blocks.append(
@@ -369,7 +369,7 @@ def _data(results: RunResults) -> list[Block]:
         )
     distances = distance_figures(results.distances)
     if distances:
-        title, keys = "Distances between tokens of one document", ("before its chunks were moved", "after")
+        title, keys = "Distances between tokens of one document", ("before chunks were moved", "after")
         blocks.append(Group(title=title, figures=distances, keys=keys, small=True))
     if found.mixes:
         blocks.append(Group(title="Mix", figures=found.mixes, keys=("requested", "realized"), small=True))
@@ -383,7 +383,7 @@ def _samples(results: RunResults, styles: dict[str, int]) -> list[Block]:
     asked = question_blocks(results, styles)
     if not asked:
         return [missing("No scored questions to show.")]
-    how = "The first questions at the longest length, one per depth; chosen without looking at scores."
+    how = "The first question of each depth at the longest length; scores play no role in the choice."
     return [Text(text=how), *asked]
 
 
@@ -395,7 +395,7 @@ def _numbers(results: RunResults, lines: list[Line]) -> list[Block]:
     tables += [loss_table(with_loss)] if with_loss else []
     deep = [suite for suite in results.recall_suites if results.depths(suite)]
     by_depth = [recall_table(lines, suite, results.depths(suite)) for suite in deep]
-    how = "Each number with its 95% interval; n counts questions for recall and tokens for loss."
+    how = "Numbers with 95% intervals; n is the number of questions for recall and of tokens for loss."
     return [
         Text(text=how),
         Group(tables=tables, wide=len(lines) > MANY),

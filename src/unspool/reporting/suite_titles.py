@@ -12,17 +12,17 @@ HELMET_CATEGORY_TITLES = {
     "summ": "Summaries",
     "icl": "ICL",
 }
-# How RULER's tasks begin, grouped as in Figure 5 of Untie the Knots.
+# RULER's task name prefixes, grouped as in Figure 5 of Untie the Knots.
 RULER_TASK_GROUPS = {"niah": "Needles", "vt": "Tracing", "cwe": "Counting", "fwe": "Counting", "qa": "Questions"}
 
 
 def suite_title(suite: str) -> str:
-    """The title of a suite or of `suite: task`; the name itself where a suite is not registered."""
+    """Title of a suite or of `suite: task`; the name itself if the suite is not registered."""
     name, colon, task = suite.partition(":")
     title = SUITES[name].title if name in SUITES else name
     return title + colon + task
 
 
 def measure_of(suite: str) -> str:
-    """What a suite gives: accuracy, score or loss; score for tasks and suites that are not registered."""
+    """What a suite measures: accuracy, score or loss. Tasks and unregistered suites have a score."""
     return SUITES[suite].measure if suite in SUITES else "score"

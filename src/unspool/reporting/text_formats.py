@@ -1,19 +1,17 @@
 """The report as Markdown and as JSON.
 
-Markdown has the page's sections, tables and samples without the charts. Text of models and data can neither start
-markup nor leave its cell or fence. JSON has every number of the page, unrounded.
+Markdown has the page's sections, tables and samples, but no charts. Text from models and data is escaped: it cannot
+start markup or leave its cell or fence. JSON has every number of the page, unrounded.
 """
 
 import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any, cast
 
 from unspool import __version__
 from unspool.core.formatting import printable
-from unspool.core.html import write_text
 from unspool.core.table import Entry, Table, escape_markdown, markdown_table
 from unspool.reporting.comparisons import Comparison, compare, headline, missing_parts, not_paired
 from unspool.reporting.data_section import length_bins, realized_mix
@@ -27,10 +25,6 @@ from unspool.reporting.sections import Block, Code, Group, PageView, Questions, 
 _FENCE = re.compile(r"`{3,}")
 
 
-def write_markdown(runs: Sequence[RunResults], out_file: Path) -> None:
-    write_text(out_file, render_markdown(runs))
-
-
 def render_markdown(runs: Sequence[RunResults]) -> str:
     return "\n\n".join(_page(page_view(runs))) + "\n"
 
@@ -41,7 +35,7 @@ def _page(page: PageView) -> Iterator[str]:
         yield from _section(page.together, 2)
     for run in page.runs:
         yield from _run(run, 1 if page.together is None else 2)
-    yield f"Made by Unspool {page.version}. Intervals are 95%; “–” was not measured."
+    yield f"Made by Unspool {page.version}. Intervals are 95%; “–” means not measured."
 
 
 def _run(run: RunView, level: int) -> Iterator[str]:
@@ -83,12 +77,12 @@ def _block(block: Block, level: int) -> Iterator[str]:
             if question.prompt:
                 yield fenced(question.prompt)
     else:
-        # A heatmap is a chart; its numbers are in the tables by length and depth.
-        yield f"{escape_markdown(block.title)}: see the page for the chart and “All numbers” for the values."
+        # Markdown has no charts; the tables by length and depth hold the numbers.
+        yield f"{escape_markdown(block.title)}: the HTML report has the chart, “All numbers” the values."
 
 
 def quoted(text: str) -> str:
-    """Text of a model as inline code; line breaks become a sign."""
+    """Model output as inline code; line breaks become a visible sign."""
     one_line = printable(text).replace("\n", "↵").replace("\t", " ")
     longest = max((len(run) for run in re.findall(r"`+", one_line)), default=0)
     fence = "`" * (longest + 1)
@@ -105,21 +99,21 @@ FORMAT = 1
 
 
 def report_values(runs: Sequence[RunResults]) -> dict[str, Any]:
-    """The values that `--json` prints. Numbers are not rounded; what was not measured is None.
+    """The values that `--json` prints. Numbers are not rounded; None means not measured.
 
-    Scores are shares from 0 to 1, losses nats per token. `format` rises when a key changes its meaning or goes.
+    Scores are in [0, 1], losses in nats per token. `format` increases when a key is removed or changes its meaning.
     `unspool` is the version, `runs` has one object per run, and `together`, for several runs, has `models`,
     `measures`, `comparisons` and `not_paired` over all of them.
 
     A run:
         `name`, `base_model`, `original_context`, `target_context`: from the recipe and run.json.
-        `headline`, `notes`: the first sentences of the page, and what is missing.
-        `measures`: the main numbers: `title`, `suite`, `lengths`, `positions` (of a loss), `higher_is_better`, `cells`.
-        `models`: `model`, `context_length`, `asked` (backend and server), `cells`, `short` (lm-eval's results),
+        `headline`, `notes`: the first sentences of the page, and notes on missing parts.
+        `measures`: the key measures: `title`, `suite`, `lengths`, `positions` (of a loss), `higher_is_better`, `cells`.
+        `models`: `model`, `context_length`, `asked` (backend and server), `cells`, `short` (results of lm-eval),
             `holds_until` (effective length by suite), `comparability` (with published numbers) and `samples`.
         `comparisons`: `first`, `second`, `measure`, `unit`, `difference` (second − first), `low`, `high`, `n`, `better`
             (None: no difference shown), `told_apart_without_pairing`.
-        `not_paired`: a sentence for each pair of models with different prompts.
+        `not_paired`: one sentence for each pair of models whose settings differ.
         `stages`: `name`, `starts_from`, `context_length`, `planned_tokens`, `tokens`, `finished`, `rope`, `mix_asked`,
             `mix_came`, `rows_trained_on`, `seconds`, `steps`, `validation`.
         `positions`: per set of RoPE frequencies `models`, `summary`, `context_length`, `frequencies`,
@@ -127,10 +121,10 @@ def report_values(runs: Sequence[RunResults]) -> dict[str, Any]:
         `data`: `counts` and `lengths` by folder, `problems`.
         `recipe`, `versions`, `seconds`, `artifacts` (`path`, `kind`, `version`, `inputs`, `settings`, `content_hash`,
             `num_files`, `num_bytes`).
-    A cell: `suite`, `metric`, `length`, `value`, `n`, `low`, `high`, then `depth`, or `from` and `to`; of a mean over
-        tasks `tasks` and `of_tasks`; `unscored` where answers wait for a judge.
+    A cell: `suite`, `metric`, `length`, `value`, `n`, `low`, `high`, then `depth`, or `from` and `to`; for a mean over
+        tasks also `tasks` and `of_tasks`; `unscored` if answers still need a judge.
     A sample: `suite`, `length`, `depth`, `index`, `hash`, `prompt_tokens`, `reference`, `output`, `score`, `prompt`
-        (`init`, `end`, `cut_tokens`).
+        (`start`, `end`, `cut_tokens`).
     """
     values = {
         "format": FORMAT,
@@ -142,7 +136,7 @@ def report_values(runs: Sequence[RunResults]) -> dict[str, Any]:
 
 
 def _strict(value: Any) -> Any:
-    """Replace what JSON or UTF-8 cannot hold: NaN, lone surrogates, keys that are not strings."""
+    """Replace values that JSON or UTF-8 cannot represent: NaN, lone surrogates, non-string keys."""
     if isinstance(value, dict):
         return {_strict(str(key)): _strict(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
@@ -201,7 +195,7 @@ def _model(line: Line) -> dict[str, Any]:
 
 
 def cell_values(cell: Cell) -> dict[str, Any]:
-    """A cell with the keys of summary.json; the suite of a task reads `ruler: vt`."""
+    """A cell with the keys of summary.json. The suite of a task is written `ruler: vt`."""
     plain = {name: getattr(cell, name) for name in ("suite", "metric", "length", "value", "n", "low", "high")}
     plain |= {"beyond_context": cell.beyond_context} if cell.beyond_context else {}
     if cell.start is not None:

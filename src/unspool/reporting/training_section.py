@@ -1,6 +1,6 @@
-"""The training section: curves by tokens, and one row per stage.
+"""The training section: curves by trained tokens, and a table with one row per stage.
 
-A curve has a point only where a number was logged. Long curves are averaged over neighboring steps, never cut.
+Curves have points only where a number was logged. Long curves are averaged over neighboring steps, not truncated.
 """
 
 import math
@@ -15,7 +15,7 @@ from unspool.core.table import Entry, Table, entries
 from unspool.reporting.measures import format_positions
 from unspool.reporting.run_results import RunResults, Stage, Step
 
-# More points than a chart has pixels only make the page larger.
+# More points than pixels would only enlarge the page.
 MAX_CURVE_POINTS = 300
 MAX_DOTS = 40
 
@@ -51,7 +51,7 @@ _CURVES = (
 
 
 def training_figures(stages: Sequence[Stage], styles: dict[str, int]) -> list[Figure]:
-    """Draw each curve by tokens, one line per stage; curves that no stage recorded are skipped."""
+    """Draw each curve by trained tokens, one line per stage. Skip curves that no stage recorded."""
     trained = [stage for stage in stages if len(stage.steps) > 1]
     if not trained:
         return []
@@ -84,7 +84,7 @@ def _figure(
 
 
 def validation_figures(stages: Sequence[Stage], styles: dict[str, int]) -> list[Figure]:
-    """Draw held-out loss by tokens: over all positions, and at the farthest ones."""
+    """Draw held-out loss by trained tokens: over all positions, and at the farthest ones."""
     validated = [stage for stage in stages if len(stage.validation) > 1]
     if not validated:
         return []
@@ -94,7 +94,7 @@ def validation_figures(stages: Sequence[Stage], styles: dict[str, int]) -> list[
     figures = []
     for title, note, name in (
         ("Validation loss", "nats per token, held-out rows", "loss"),
-        ("Validation loss far into the text", f"the same at positions {farthest}", "farthest"),
+        ("Validation loss at far positions", f"the same at positions {farthest}", "farthest"),
     ):
         curves = {stage.name: [(one.tokens, getattr(one, name)) for one in stage.validation] for stage in validated}
         series = [Series(label=key, style=styles[key], points=_points(curve)) for key, curve in curves.items()]
@@ -146,7 +146,7 @@ def _row(stage: Stage, seconds: float | None) -> list[Entry]:
         Entry(text=format_duration(seconds) if seconds is not None else MISSING),
         Entry(
             text=_mean(step.loss for step in tail),
-            note=f"without a finite loss: {broken:,} of {len(stage.steps):,} steps" if broken else "",
+            note=f"non-finite loss: {broken:,} of {len(stage.steps):,} steps" if broken else "",
             tooltip=f"mean of the last {len(tail)} steps",
         ),
         *entries(", ".join(by_dataset) or MISSING),
@@ -154,7 +154,7 @@ def _row(stage: Stage, seconds: float | None) -> list[Entry]:
 
 
 def _state(stage: Stage) -> str:
-    """State of an unfinished stage; a killed one has steps but no published model."""
+    """State of an unfinished stage. A killed stage has steps but no finished model."""
     if stage.finished:
         return ""
     if not stage.steps:
@@ -164,7 +164,7 @@ def _state(stage: Stage) -> str:
 
 
 def wrong_steps(stages: Sequence[Stage]) -> list[str]:
-    """One sentence per stage with faulty steps, naming the first of them."""
+    """One sentence per stage with faulty steps; it names the first of them."""
     notes = []
     for stage in stages:
         wrong = [step for step in stage.steps if step.wrong or step.skipped]

@@ -1,7 +1,7 @@
-"""Advice before training on extending one model to one context length: bounds, settings, curves, and a page of it.
+"""Advice before extending a model to a context length: bounds, settings, curves, and an HTML page with them.
 
-Every suggested base and factor is what a recipe with the printed line would use. The page is one HTML file that loads
-nothing and runs no scripts; all text is escaped.
+Every suggested base and factor is the one that a recipe with the printed line uses. The page is one HTML file that
+loads nothing and runs no scripts; all text is escaped.
 """
 
 import math
@@ -15,7 +15,7 @@ from markupsafe import Markup
 
 from unspool import __version__
 from unspool.core.errors import ConfigError
-from unspool.core.html import element, load_templates, svg, svg_line, svg_text, write_text
+from unspool.core.html import element, load_templates, svg, svg_line, svg_text
 from unspool.core.sizes import format_size
 from unspool.rope.bound import bound, curve, first_negative
 from unspool.rope.methods import ROPE_METHODS, Unchanged
@@ -31,33 +31,33 @@ from unspool.rope.tables import (
 )
 
 NUM_BINS = 60
-# The first negative B is searched up to this multiple of the context length.
+# The search for the first negative B ends at this multiple of the context length.
 SEARCH_FACTOR = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class MethodAdvice:
     method: str
-    line: str  # to paste into a stage of a recipe
-    summary: str  # its settings
+    line: str  # line to paste into a stage of a recipe
+    summary: str  # description of the settings
     parameters: dict[str, Any] | None  # `rope_parameters`; None if transformers cannot express the method
     max_positions: int
-    reach: tuple[int, int]  # B ≥ 0 below this distance: of the worst and the best head
+    reach: tuple[int, int]  # B ≥ 0 below this distance, for the worst and the best head
     lowest: float  # B within the context, relative to its value at distance 0
-    curve: tuple[float, ...]  # lowest relative B in each bin, mean over heads
+    curve: tuple[float, ...]  # lowest relative B in each bin, as a mean over heads
 
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
     rope: RopeShape
     head_dim: int
-    parameters: dict[str, Any]  # the model's own, of the layers that see the whole context
-    head_bases: Any  # of a model that has a base per head already
+    parameters: dict[str, Any]  # the model's own, for the layers with full attention
+    head_bases: Any  # if the model already has a base per head
     local_layers: bool  # whether other layers keep frequencies of their own
     context_len: int
     bound: float | None
     ntk_base: float
-    looked_until: int  # a reach of this distance means "at least"
+    looked_until: int  # searched up to this distance; a reach of this value means "at least"
     edges: tuple[int, ...]  # of the bins of the curves
     methods: tuple[MethodAdvice, ...]
 
@@ -65,7 +65,7 @@ class Advice:
 def advise(
     config: Mapping[str, Any], context_len: int, *, advance: Callable[[int], None] = lambda done: None
 ) -> Advice:
-    """Compute the advice for a model's config as a plain dict; `advance` is called as bases are tried."""
+    """Compute the advice for a model's config as a plain dict; `advance` is called for each base that is tried."""
     rope, parameters = shape_of(config), global_parameters(config)
     smallest, ntk = _bases(rope, context_len, advance)
     looked_until = SEARCH_FACTOR * context_len
@@ -113,7 +113,7 @@ def advise(
 
 
 def advised_base(config: Mapping[str, Any], context_len: int) -> float:
-    """The base that the advice has for `ABF`: the bound of Men et al., or else that of the NTK rule."""
+    """Return the advised base for `ABF`: the bound of Men et al., or else the base of the NTK rule."""
     smallest, ntk = _bases(shape_of(config), context_len)
     return smallest or float(format_base(ntk))
 
@@ -121,11 +121,11 @@ def advised_base(config: Mapping[str, Any], context_len: int) -> float:
 def _bases(
     rope: RopeShape, context_len: int, advance: Callable[[int], None] = lambda done: None
 ) -> tuple[float | None, float]:
-    """The smallest base that passes the bound of Men et al., if there is one, and that of the NTK rule."""
+    """Return the smallest base that passes the bound of Men et al. (None without one), and the base of the NTK rule."""
     if context_len <= rope.original_len:
         raise ConfigError(
-            f"--context {format_size(context_len)}: the model was trained for {format_size(rope.original_len)} "
-            "already; give a longer context."
+            f"`context_length={format_size(context_len)!r}`: the model was trained for "
+            f"{format_size(rope.original_len)} already; give a longer context."
         )
     smallest = bound(context_len, rope.rotary_dim, advance=advance)
     return smallest, ntk_base(rope.base, context_len / rope.original_len, rope.rotary_dim)
@@ -208,7 +208,7 @@ def model_facts(advice: Advice) -> list[tuple[str, str]]:
 
 
 def verdict(advice: Advice) -> list[tuple[str, str]]:
-    """Return the two rules of thumb for one base."""
+    """Return a sentence about one base by the two rules of thumb."""
     target = format_size(advice.context_len)
     if advice.bound is None:
         men = "no base up to 1e16 passes"
@@ -242,10 +242,6 @@ def sparkline(each: MethodAdvice, width: int) -> str:
 # In viewBox units.
 WIDTH, HEIGHT = 320.0, 170.0
 LEFT, RIGHT, TOP, BOTTOM = 34.0, 10.0, 10.0, 30.0
-
-
-def write_advice(advice: Advice, model: str, out_file: Path) -> None:
-    write_text(out_file, render_advice(advice, model))
 
 
 def render_advice(advice: Advice, model: str) -> str:

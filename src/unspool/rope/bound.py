@@ -1,12 +1,12 @@
-"""How far RoPE frequencies can tell similar keys from others, after Men et al. (arXiv 2405.14591).
+"""The distance up to which RoPE frequencies distinguish similar keys from random ones (Men et al., arXiv 2405.14591).
 
-B(m) = Σ cos(m·θ_i), over the d/2 frequencies, is proportional to how much higher a similar key scores than a random one
-at distance m, for queries and keys of independent entries. Where it is negative, similarity lowers the score.
+B(m) = Σ cos(m·θ_i), over the d/2 frequencies, is proportional to the score margin of a similar key over a random key at
+distance m, for queries and keys with independent entries. If it is negative, similarity lowers the score.
 
-Every distance is evaluated, in float64. B(m) ≥ 0 up to a length is not monotone in the base: larger bases may fail
-where smaller ones pass, so bases are tried in ascending order and not by bisection. The bound is that of the bases
-tried; a finer grid may find a smaller base (128K, d = 128: 8.8e6 among bases of two digits, 4.87e6 among those of
-three), so published bounds differ. The authors call theirs not strict: take it as an order of magnitude.
+Every distance is evaluated in float64. Whether B(m) ≥ 0 up to a length is not monotone in the base: a larger base may
+fail where a smaller one passes. So bases are tried in ascending order, not by bisection. The bound depends on the grid
+of bases: a finer grid may find a smaller base (128K, d = 128: 8.8e6 among bases of two digits, 4.87e6 among those of
+three), so published bounds differ. The authors call their bound not strict: use it as an order of magnitude.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -16,7 +16,7 @@ import numpy as np
 
 from unspool.rope.tables import plain_frequencies
 
-# Most bases that fail do so within the first distances.
+# Most failing bases fail within the first distances.
 FIRST_RANGE = 4096
 BASES_PER_BLOCK = 64
 NUM_PARTS = 16
@@ -46,7 +46,7 @@ def smallest_base(
     length: int, dim: int, bases: Iterable[float], *, advance: Callable[[int], None] = lambda done: None
 ) -> float | None:
     """Return the first of `bases`, which must ascend, with B(m) ≥ 0 for all m < length."""
-    # Where a base failed, its neighbors mostly fail too; checking there first avoids nearly all full scans.
+    # A base mostly fails at the same distances as its neighbors; checking these first avoids nearly all full scans.
     witnesses: list[int] = []
     remaining = iter(bases)
     while some := list(islice(remaining, BASES_PER_BLOCK)):
@@ -64,7 +64,7 @@ def smallest_base(
 
 
 def _passing(inv_freq: np.ndarray, left: np.ndarray, distances: list[int]) -> np.ndarray:
-    """Return those of `left` with B ≥ 0 at all distances; the last distances are checked first."""
+    """Return the bases in `left` with B ≥ 0 at all distances; the last distances are checked first."""
     for distance in reversed(distances):
         if not len(left):
             break
@@ -73,7 +73,7 @@ def _passing(inv_freq: np.ndarray, left: np.ndarray, distances: list[int]) -> np
 
 
 def _negative_distances(inv_freq: np.ndarray, length: int) -> list[int]:
-    """Return the distance of the lowest B in each part of the length where it is negative, the lowest last."""
+    """Return the distance of the lowest B in each part of the length where B is negative, the lowest last."""
     values = curve(inv_freq, length)
     parts = np.array_split(np.arange(length), min(length, NUM_PARTS))
     lowest = [int(part[values[part].argmin()]) for part in parts]
@@ -86,7 +86,7 @@ def bound(length: int, dim: int, *, advance: Callable[[int], None] = lambda done
 
 
 def round_bases(at_least: float) -> Iterator[float]:
-    """Yield 1.0e3, 1.1e3, …, 9.9e3, 1.0e4, …: the bases that people write, as precise as published bounds."""
+    """Yield 1.0e3, 1.1e3, …, 9.9e3, 1.0e4, …: bases of two digits, as precise as published bounds."""
     for exponent in range(16):
         for digits in range(10, 100):
             base = digits * 10.0 ** (exponent - 1)

@@ -1,7 +1,7 @@
-"""HARPE: a RoPE base per head (arXiv 2412.07171), with its three ways to choose the bases and its control.
+"""HARPE: a RoPE base per head (arXiv 2412.07171), with three ways to choose the bases and a control.
 
-Query heads that share a KV head must share its base, because keys are rotated once; so there are as many bases as
-KV heads. The paper does not specify its search completely; `search_bases` documents our choices.
+Query heads that share a KV head must share its base, because keys are rotated once. So there are as many bases as KV
+heads. The paper does not specify its search completely; `search_bases` documents our choices.
 """
 
 from typing import ClassVar, Literal, Self
@@ -18,18 +18,18 @@ PRINTED = (
     *(100, 115, 130, 145, 217, 220, 223, 247, 250, 265, 268, 271, 274, 280, 283, 292),
     *(301, 304, 310, 313, 316, 322, 343, 346, 361, 388, 409, 415, 439, 445, 451, 454),
 )
-# As in the code of the method that the paper cites.
+# Value in the code of the method that the paper cites.
 NUM_EXTREMA = 6
 MAX_POINTS = 8192
-# The paper's range is 1M to 5M; its upper end is what a stage with a single base would use.
+# The paper's range is 1M to 5M; its upper end is the base of a stage with a single base.
 SUGGESTED_RATIO = 5.0
 
 
 class HARPE(RopeMethod):
     """A base per KV head.
 
-    By default bases are evenly spaced and descending: the paper's ablation has that ahead of ascending
-    (85.3 against 84.3), and it needs no search.
+    By default bases are evenly spaced and descending: in the paper's ablation, this scores higher than ascending (85.3
+    against 84.3), and it needs no search.
 
     Example:
         >>> import unspool
@@ -76,13 +76,13 @@ class HARPE(RopeMethod):
     def _range(self) -> "HARPE":
         if self.bases == "printed":
             if self.low is not None or self.high is not None:
-                raise ValueError("bases printed is a fixed list; leave low and high out")
+                raise ValueError("bases printed is a fixed list; remove low and high")
         elif self.low is None or self.high is None:
             raise ValueError(f"bases {self.bases} needs low and high, such as low: 1e6, high: 5e6")
         elif self.low > self.high:
-            raise ValueError(f"low must not exceed high, here {self.low:g} and {self.high:g}")
+            raise ValueError(f"low {self.low:g} exceeds high {self.high:g}; it must be at most high")
         if self.shared and self.rotate_by_layer:
-            raise ValueError("rotate_by_layer has no effect with shared, where all heads have one base; leave it out")
+            raise ValueError("rotate_by_layer has no effect with shared, where all heads have one base; remove it")
         return self
 
     def resolve(self, rope: RopeShape, context_len: int) -> RopeSettings:
@@ -119,20 +119,21 @@ class HARPE(RopeMethod):
 def _printed(count: int) -> np.ndarray:
     if count != len(PRINTED):
         raise ConfigError(
-            f"rope harpe: bases printed is the paper's list for {len(PRINTED)} KV heads, and this model has "
+            f"rope harpe: bases printed is the paper's list for {len(PRINTED)} KV heads, but this model has "
             f"{count}; use bases uniform with low 1e6 and high 5e6, the range of that list's search."
         )
     return np.array(PRINTED) * 1e4
 
 
 def search_bases(low: float, high: float, step: float, count: int, rotary_dim: int, context_len: int) -> np.ndarray:
-    """Choose bases greedily, so that the peaks of each are near the valleys of those chosen before; ascending.
+    """Choose ascending bases greedily, so that the peaks of each are near the valleys of those chosen before.
 
-    From the paper: start with `low`. The distance of a candidate is that of its peaks from the valleys collected so
-    far, plus that of its valleys from the peaks collected so far. Add the nearest, collect its extrema, repeat.
-    Our choices where the paper is silent: the waveform is Σ cos(m·θ_i), as in the method that it cites. m runs over the
-    context, at up to 8,192 positions. The highest and the lowest point of each of six equal parts are a peak and a
-    valley, so that all bases have equally many. A peak's distance is that from the nearest valley.
+    From the paper: start with `low`. The distance of a candidate is the distance of its peaks from the valleys
+    collected so far, plus the distance of its valleys from the peaks collected so far. Add the nearest candidate,
+    collect its extrema, repeat. Our choices, which the paper does not specify: the waveform is Σ cos(m·θ_i), as in the
+    method that it cites. m runs over the context, at up to 8,192 positions. The highest and the lowest point of each of
+    six equal parts are a peak and a valley, so all bases have equally many. The distance of a peak is that to the
+    nearest valley.
     """
     candidates = low + step * np.arange(1, int((high - low) / step) + 1)
     if len(candidates) + 1 < count:
@@ -162,5 +163,5 @@ def _extrema(base: float, rotary_dim: int, positions: np.ndarray) -> tuple[np.nd
 
 
 def _distance(points: np.ndarray, others: np.ndarray) -> float:
-    """Sum the distances of all points from the nearest of the others."""
+    """Sum the distances of all points to the nearest point of the other set."""
     return float(np.abs(points[:, None] - others[None]).min(axis=1).sum())

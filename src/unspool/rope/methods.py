@@ -15,7 +15,7 @@ from unspool.rope.tables import RopeMethod, RopeSettings, RopeShape, format_base
 
 
 class Unchanged(RopeMethod):
-    """The model's own positions: continued training (CT), or training from scratch."""
+    """No change of positions: continued training (CT), or training from scratch."""
 
     method: Literal["unchanged"] = "unchanged"
     keeps_frequencies: ClassVar[bool] = True
@@ -66,7 +66,7 @@ class Factor(RopeMethod):
         return self.original or rope.original_len
 
     def stretch(self, rope: RopeShape, context_len: int) -> float:
-        """Return the factor; ConfigError if there is nothing to stretch."""
+        """Return the factor; ConfigError if the context is shorter than the original length."""
         original = self.original_len(rope)
         if self.factor is None and context_len < original:
             raise ConfigError(
@@ -101,7 +101,7 @@ def scaled(
 
 
 class NTK(Factor):
-    """NTK-aware: the base that slows the slowest dimension by the factor and leaves the fastest alone.
+    """NTK-aware: a base that slows the slowest dimension by the factor and does not change the fastest.
 
     Example:
         >>> import unspool
@@ -120,7 +120,7 @@ class NTK(Factor):
 
 
 class PI(Factor):
-    """RopeMethod interpolation: all dimensions slowed by the factor (Chen et al.).
+    """Position interpolation: all dimensions are slowed by the factor (Chen et al.).
 
     Example:
         >>> import unspool
@@ -135,13 +135,13 @@ class PI(Factor):
         factor = self.reaching(rope, context_len)
         return RopeSettings(
             parameters=scaled("linear", rope, factor),
-            # Exact, because the original length is read back from the two together.
+            # Exact, because the original length is computed from both values when it is read back.
             max_positions=round(factor * self.original_len(rope)),
         )
 
 
 class Dynamic(Factor):
-    """Dynamic NTK: a base that grows with the length of the input, beyond the original length only."""
+    """Dynamic NTK: a base that grows with the input length, beyond the original length only."""
 
     method: Literal["dynamic"] = "dynamic"
     uses_max_positions: ClassVar[bool] = True
@@ -149,13 +149,13 @@ class Dynamic(Factor):
     def resolve(self, rope: RopeShape, context_len: int) -> RopeSettings:
         return RopeSettings(
             parameters=scaled("dynamic", rope, self.stretch(rope, context_len)),
-            # `transformers` takes the original length from max_position_embeddings, so this must not change.
+            # `transformers` reads the original length from max_position_embeddings, which must not change.
             max_positions=self.original_len(rope),
         )
 
 
 class NTKByParts(Factor):
-    """Fast dimensions keep their frequency, slow ones are interpolated, those between partly; no temperature."""
+    """NTK-by-parts: keeps fast dimensions, interpolates slow ones, blends those between; no temperature."""
 
     method: Literal["ntk-by-parts"] = "ntk-by-parts"
     uses_max_positions: ClassVar[bool] = True
@@ -176,7 +176,7 @@ class NTKByParts(Factor):
     @model_validator(mode="after")
     def _between(self) -> "NTKByParts":
         if self.beta_slow >= self.beta_fast:
-            raise ValueError(f"beta_slow must be below beta_fast, here {self.beta_slow:g} and {self.beta_fast:g}")
+            raise ValueError(f"beta_slow {self.beta_slow:g} must be below beta_fast {self.beta_fast:g}")
         return self
 
     def resolve(self, rope: RopeShape, context_len: int) -> RopeSettings:
@@ -188,7 +188,7 @@ class NTKByParts(Factor):
         parameters = scaled("yarn", rope, factor, original, attention_factor=attention_factor, **betas)
         if not self.truncate:
             parameters["truncate"] = False
-        # Exact, because some versions of `transformers` compute the factor from the two lengths, and vLLM the context.
+        # Exact: some versions of `transformers` compute the factor from both lengths, and vLLM computes the context.
         return RopeSettings(parameters=parameters, max_positions=round(factor * original))
 
 
@@ -211,7 +211,7 @@ class YaRN(NTKByParts):
 
 
 class LongRoPE(Factor):
-    """LongRoPE: every dimension divided by a factor of its own, found by a search elsewhere.
+    """LongRoPE: every dimension divided by its own factor; the factors come from an external search.
 
     Example:
         >>> import unspool
@@ -248,13 +248,13 @@ class LongRoPE(Factor):
     @model_validator(mode="before")
     @classmethod
     def _read(cls, plain: Any) -> Any:
-        """Read the factors from the file now, so that the recorded recipe holds the numbers and not a file name."""
+        """Read the factors from the file at once, so that the recorded recipe holds numbers and no file name."""
         if not isinstance(plain, dict) or not plain.get("file"):
             return plain
         if plain.get("short_factor") or plain.get("long_factor"):
             if "short_factor" in plain and "long_factor" in plain:
                 return plain  # a recorded recipe
-            raise ValueError("give either file, or short_factor and long_factor")
+            raise ValueError("give file, or short_factor and long_factor, but not both")
         try:
             found = json.loads(Path(str(plain["file"])).expanduser().read_text())
         except (OSError, ValueError) as error:
@@ -275,8 +275,8 @@ class LongRoPE(Factor):
         for name, factors in (("short_factor", self.short_factor), ("long_factor", self.long_factor)):
             if len(factors) != rope.rotary_dim // 2:
                 raise ConfigError(
-                    f"rope longrope: {name} holds {len(factors)} numbers, and this model rotates "
-                    f"{rope.rotary_dim // 2} pairs of dimensions; give one for each."
+                    f"rope longrope: {name} holds {len(factors)} numbers, but this model rotates "
+                    f"{rope.rotary_dim // 2} pairs of dimensions; give one number per pair."
                 )
         lists = {"short_factor": list(self.short_factor), "long_factor": list(self.long_factor)}
         parameters = scaled("longrope", rope, factor, original, attention_factor=self.attention_factor, **lists)
@@ -284,7 +284,7 @@ class LongRoPE(Factor):
 
 
 class Llama3(Factor):
-    """Llama 3.1's scaling: slow dimensions divided by the factor, fast ones kept, a blend between them.
+    """Llama 3.1's scaling: divides slow dimensions by the factor, keeps fast ones, blends those between.
 
     Example:
         >>> import unspool
@@ -316,13 +316,13 @@ class Llama3(Factor):
         limits = {"low_freq_factor": self.low_freq_factor, "high_freq_factor": self.high_freq_factor}
         return RopeSettings(
             parameters=scaled("llama3", rope, factor, original, **limits),
-            # Meta's own factor is half of context ÷ original, so the context decides.
+            # Meta's own factor is half of context ÷ original, so max_positions is not factor × original.
             max_positions=context_len,
         )
 
 
 class SelfExtend(RopeMethod):
-    """Self-Extend: far keys share a position in groups, near ones keep theirs; without training (Jin et al.)."""
+    """Self-Extend: far keys share positions in groups, near keys keep theirs; without training (Jin et al.)."""
 
     method: Literal["self-extend"] = "self-extend"
     needs_weights: ClassVar[bool] = True
@@ -368,7 +368,7 @@ Method = TypeVar("Method", bound=type[RopeMethod])
 
 
 def method_name(cls: type[RopeMethod]) -> str:
-    """Return the name of a method in recipes: the only value that its field `method` takes."""
+    """Return the name of a method in recipes: the only value of its field `method`."""
     return tag_value(cls, "method")
 
 

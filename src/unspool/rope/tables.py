@@ -1,8 +1,8 @@
-"""RoPE settings as `transformers` spells them, the frequencies that they mean, and the base class of RoPE methods.
+"""RoPE settings in the format of `transformers`, their frequencies, and the base class of RoPE methods.
 
-Configs are plain dicts: v5's `rope_parameters` (also nested by layer type) or the older `rope_theta` and
-`rope_scaling`. Frequencies are computed in float64 and rounded to float32 once, at the end; they equal those of
-`transformers` up to its own rounding. An unknown scaling is refused.
+Configs are plain dicts, with v5's `rope_parameters` (also nested by layer type) or the older `rope_theta` and
+`rope_scaling`. Frequencies are computed in float64 and rounded to float32 once, at the end. They equal those of
+`transformers` up to its rounding. Unknown scalings are refused.
 """
 
 import math
@@ -16,27 +16,27 @@ from pydantic import Field
 from unspool.core.config import Config, lookup
 from unspool.core.errors import ConfigError
 
-# The layers that see the whole context in models with several layer types; only these are extended.
+# Layer type with full attention in models with several layer types; only these layers are extended.
 GLOBAL_LAYERS = "full_attention"
-# Scalings whose settings include the length from which they extend.
+# Scalings whose settings include the original length.
 STORES_ORIGINAL_LEN = ("yarn", "longrope", "llama3")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RopeShape:
-    """What a RoPE method needs to know of a model."""
+    """The values of a model's config that RoPE methods need."""
 
     rotary_dim: int
     num_kv_heads: int
     base: float
-    original_len: int  # the context length that `base` without any scaling was trained for
+    original_len: int  # context length that `base` was trained for, without scaling
     max_positions: int  # max_position_embeddings
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tables:
     inv_freq: np.ndarray  # float32 [d/2]
-    attention_factor: float = 1.0  # cos and sin are multiplied by it
+    attention_factor: float = 1.0  # factor of cos and sin
 
 
 def plain_frequencies(base: Any, dim: int) -> np.ndarray:
@@ -47,12 +47,12 @@ def plain_frequencies(base: Any, dim: int) -> np.ndarray:
 
 
 def frequencies(bases: np.ndarray, rotary_dim: int) -> np.ndarray:
-    """Return float32 base^(−2i/d) for i < d/2, one line per base."""
+    """Return float32 base^(−2i/d) for i < d/2, one row per base."""
     return plain_frequencies(np.asarray(bases, dtype=np.float64)[:, None], rotary_dim).astype(np.float32)
 
 
 def format_base(number: float) -> str:
-    """Format a base as a recipe would: 1e6, 8.8e6, 50000."""
+    """Format a base as in a recipe: 1e6, 8.8e6, 50000."""
     if number < 1e5:
         return f"{number:g}"
     digits, _, power = f"{number:.2e}".partition("e")
@@ -68,7 +68,7 @@ def is_nested(parameters: Mapping[str, Any]) -> bool:
 
 
 def global_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of the layers that see the whole context, in v5's spelling, from a config of any version."""
+    """Return the v5 RoPE settings of the layers with full attention, from a config of any version."""
     found = config.get("rope_parameters") or config.get("rope_scaling") or {}
     found = dict((found.get(GLOBAL_LAYERS) or {}) if is_nested(found) else found)
     found["rope_type"] = found.get("rope_type") or found.pop("type", None) or "default"
@@ -82,7 +82,7 @@ def global_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
             "use a model with rotary positions, such as Llama, Qwen or Mistral."
         )
     if found["rope_type"] in STORES_ORIGINAL_LEN:
-        # Phi-3 stores this length beside the settings too, and `transformers` prefers that one.
+        # Phi-3 also stores this length outside the settings, and `transformers` prefers that value.
         outside = config.get("original_max_position_embeddings")
         inside = found.get("original_max_position_embeddings")
         found["original_max_position_embeddings"] = outside or inside or config["max_position_embeddings"]
@@ -97,13 +97,13 @@ def global_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def shape_of(config: Mapping[str, Any]) -> RopeShape:
-    """Read what RoPE methods need to know from a config; ConfigError for a model without RoPE."""
+    """Read the shape that RoPE methods need from a config; ConfigError for a model without RoPE."""
     parameters = global_parameters(config)
     heads = config["num_attention_heads"]
     if (config.get("max_position_embeddings") or 0) <= 0:
         raise ConfigError(
-            f"model_type {config.get('model_type')!r} has no max_position_embeddings in its config, so its original "
-            "context length is not known; write it into the model's config.json."
+            f"model_type {config.get('model_type')!r}: its config has no max_position_embeddings, so the original "
+            "context length is unknown; write it into the model's config.json."
         )
     return RopeShape(
         rotary_dim=rotary_dim(config, parameters),
@@ -134,16 +134,16 @@ def config_frequencies(config: Mapping[str, Any], seq_len: int) -> tuple[np.ndar
 def _original_len(parameters: Mapping[str, Any], max_positions: int) -> int:
     if parameters["rope_type"] in STORES_ORIGINAL_LEN:
         return int(parameters["original_max_position_embeddings"])
-    # PI has no field for it; `dynamic` does not change max_position_embeddings.
+    # PI has no field for the original length; `dynamic` does not change max_position_embeddings.
     return round(max_positions / parameters["factor"]) if parameters["rope_type"] == "linear" else max_positions
 
 
 def old_fields(parameters: Mapping[str, Any], max_positions: int) -> dict[str, Any] | None:
-    """Return `rope_theta` and `rope_scaling` for versions before v5; None where they cannot express the settings."""
+    """Return `rope_theta` and `rope_scaling` for versions before v5; None if they cannot express the settings."""
     if not is_nested(parameters):
         outside = {}
         if parameters["rope_type"] == "longrope":
-            # Before v5, the original length is only read beside the settings, and `factor` is not read at all.
+            # Before v5, the original length is only read outside the settings, and `factor` is ignored.
             outside = {"original_max_position_embeddings": parameters["original_max_position_embeddings"]}
             parameters = {**parameters, "attention_factor": _longrope_attention(parameters, max_positions)}
         scaling = {
@@ -168,7 +168,7 @@ def old_fields(parameters: Mapping[str, Any], max_positions: int) -> dict[str, A
 
 
 def tables(parameters: Mapping[str, Any], rotary_dim: int, *, max_positions: int, seq_len: int | None = None) -> Tables:
-    """Return what a rotary module computes with; `seq_len` matters to scalings that depend on the input's length."""
+    """Return the tables of a rotary module; `seq_len` matters only to scalings that depend on the input length."""
     scale = lookup(SCALINGS, parameters["rope_type"], kind="rope_type")
     inv_freq, attention_factor = scale(parameters, rotary_dim, max_positions, seq_len)
     return Tables(inv_freq=inv_freq.astype(np.float32), attention_factor=attention_factor)
@@ -200,7 +200,7 @@ def _yarn(p: Mapping[str, Any], dim: int, max_positions: int, seq_len: int | Non
     own = plain_frequencies(base, dim)
 
     def dimension(turns: float) -> float:
-        """Index of the dimension that makes this many turns over the original length."""
+        """Return the index of the dimension that makes this many turns over the original length."""
         original = p["original_max_position_embeddings"]
         return float(dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(base)))
 
@@ -208,7 +208,7 @@ def _yarn(p: Mapping[str, Any], dim: int, max_positions: int, seq_len: int | Non
     if p.get("truncate", True):
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, dim - 1)
-    # Linear in the dimension's index, as in `transformers`; the paper's is linear in the number of turns.
+    # Linear in the dimension's index, as in `transformers`; the paper's ramp is linear in the number of turns.
     ramp = np.clip((np.arange(len(own)) - first) / ((last - first) or 0.001), 0, 1)
     attention = p.get("attention_factor")
     if attention is None:
@@ -264,13 +264,13 @@ class RopeSettings:
     """The RoPE settings of one model at one context length: either `parameters` or `head_bases` is given."""
 
     max_positions: int  # value for max_position_embeddings
-    parameters: dict[str, Any] | None = None  # `rope_parameters` of transformers v5, if these can express the method
-    head_bases: np.ndarray | None = None  # one per KV head
+    parameters: dict[str, Any] | None = None  # `rope_parameters` of transformers v5, if they can express the method
+    head_bases: np.ndarray | None = None  # one base per KV head
     rotate_by_layer: bool = False  # each layer shifts the bases by one head
     self_extend: tuple[int, int] | None = None  # window and group of Self-Extend, which needs `head_bases`
 
     def tables(self, rope: RopeShape, seq_len: int | None = None) -> Tables:
-        """Return frequencies [d/2], or [KV heads, d/2] where heads differ."""
+        """Return frequencies [d/2], or [KV heads, d/2] if heads differ."""
         if self.head_bases is not None:
             return Tables(inv_freq=frequencies(self.head_bases, rope.rotary_dim))
         assert self.parameters is not None
@@ -293,7 +293,7 @@ def one_base(base: float) -> dict[str, Any]:
 
 
 class RopeMethod(Config):
-    """A RoPE method. Factors count from the length that the model's unscaled base was trained for.
+    """Base class of RoPE methods. Factors are relative to the length that the model's unscaled base was trained for.
 
     So a later stage replaces an earlier scaling instead of adding to it. To add a method, write a subclass whose
     `method` is a `Literal`, and add it to `ROPE_METHODS` in methods.py or call `register_rope_method`.
@@ -301,23 +301,23 @@ class RopeMethod(Config):
 
     method: str = Field(description="Name of the RoPE method.")
 
-    # Whether the model keeps its own frequencies; such a method has no `resolve`.
+    # Whether the model keeps its frequencies; such a method has no `resolve`.
     keeps_frequencies: ClassVar[bool] = False
     # Whether inference engines compute the frequencies from max_position_embeddings.
     uses_max_positions: ClassVar[bool] = False
-    # Whether a stage may train with it, and a folder hold it.
+    # Whether a stage may train with the method, and a folder may store it.
     trainable: ClassVar[bool] = True
     # Whether applying the method runs the model, which needs whole weights.
     needs_weights: ClassVar[bool] = False
-    # What a recipe must give, if `suggest` cannot.
+    # Settings that a recipe must give, if `suggest` cannot.
     requirement: ClassVar[str | None] = None
 
     def resolve(self, rope: RopeShape, context_len: int) -> RopeSettings:
-        """Return the settings for a model at a context length; ConfigError if they would contradict each other."""
+        """Return the settings for a model at a context length; ConfigError if they contradict each other."""
         raise NotImplementedError
 
     def describe(self, rope: RopeShape) -> str:
-        """Name the method with its main setting."""
+        """Return the method's name with its main setting."""
         return self.method
 
     @classmethod

@@ -1,1 +1,1 @@
-"""Long instruction data: questions, retrieved passages and summaries that a language model writes about documents."""
+"""Synthetic long-context instruction data, written by a language model: questions, RAG and summaries."""

@@ -18,18 +18,18 @@ REJECT_REASONS = {
     "cut_short": "the reply reached reply_tokens before its end",
     "unparsable": "the reply does not have the requested form",
     "too_long": "the answer has more than answer_words words",
-    "repeats": "the text repeats itself",
+    "repeats": "the text repeats itself too often",
     "echoes": "the answer only repeats the question",
     "refers": "the text mentions a snippet or passage that its reader does not see",
-    "unsupported": "too few words of the answer, or not all of its numbers, are in the text",
+    "unsupported": "the text lacks too many words of the answer, or one of its numbers",
     "judged_unsupported": "the judge says that the text does not support the answer",
     "judge_unparsable": "the judge's reply does not have the requested form",
-    "near_copy": "near-duplicate of a text that was kept before",
+    "near_copy": "near-duplicate of a text that was already kept",
     "contaminated": "the text shares an n-gram with an evaluation",
     "contaminated_document": "the document shares an n-gram with an evaluation",
     "does_not_fit": "the conversation is longer than length",
     "unreadable": "the chat template cannot render the conversation",
-    "surplus": "its kind already has its share of tokens",
+    "surplus": "its kind already has its full share of tokens",
 }
 
 

@@ -1,4 +1,4 @@
-"""Build one conversation about a document, or give the reason why there is none."""
+"""Build one conversation about a document, or return the reason for its rejection."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ from unspool.synthesis.templates import (
     support_prompt,
 )
 
-# For the type only: importing it takes seconds.
+# Import only for type checking, because the import takes seconds.
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 SPARE_TOKENS = 16  # joined texts may have a few more tokens than their parts
-NUM_CACHED_DOCUMENTS = 64  # RAG returns to a document some time after its question
+NUM_CACHED_DOCUMENTS = 64  # RAG uses a document again some time after its question
 FIT_ATTEMPTS = 6
 Parsed = TypeVar("Parsed")
 SUMMARY_QUESTION = "What does the whole text tell, in short?"
 
 
 class TokenCounter:
-    """Counts tokens of a conversation as packing does; without a chat template, tokens of the messages only."""
+    """Counts tokens of a conversation like packing. Without a chat template, counts only the messages."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, template: str | None, *, name: str) -> None:
         self._tokenizer = tokenizer.backend_tokenizer
@@ -60,7 +60,7 @@ class TokenCounter:
         return self.encoder.template.digest if self.encoder else None
 
     def count(self, messages: Sequence[Message]) -> int:
-        """Raises Unreadable where the chat template cannot render the messages."""
+        """Count tokens. Raises Unreadable if the chat template cannot render the messages."""
         for message in messages:
             checked_text(message.content)
         if self.encoder is not None:
@@ -71,7 +71,7 @@ class TokenCounter:
 @dataclass(frozen=True, kw_only=True)
 class Summary:
     text: str
-    basis: str  # what the last request was about
+    basis: str  # text that the last request summarized
 
 
 def summarize(
@@ -82,7 +82,7 @@ def summarize(
     templates: RequestTemplates,
     max_tokens: int,
 ) -> Summary | str:
-    """Summarize the parts of a text, then groups of summaries, up to one; a reply that cannot be parsed ends it."""
+    """Summarize parts of a text, then join groups of summaries until one is left. Stops at an unparsable reply."""
     level = _parse_summaries(send(templates.summaries(parts, max_tokens)))
     basis = parts[0]
     while not isinstance(level, str) and len(level) > 1:
@@ -93,14 +93,14 @@ def summarize(
 
 
 def even_groups(texts: list[str], max_size: int) -> list[list[str]]:
-    """Consecutive texts in as few groups as possible, of about equal size."""
+    """Split texts into as few consecutive groups as possible, of about equal size."""
     count = -(-len(texts) // max_size)
     cuts = [round(number * len(texts) / count) for number in range(count + 1)]
     return [texts[start:stop] for start, stop in pairwise(cuts)]
 
 
 def _parse_summaries(replies: list[str]) -> list[str] | str:
-    """The summaries, or the first reply without one."""
+    """The parsed summaries, or the first reply without a summary."""
     found: list[str] = []
     for reply in replies:
         summary = parse_summary(reply)
@@ -111,7 +111,7 @@ def _parse_summaries(replies: list[str]) -> list[str] | str:
 
 
 class RejectedError(Exception):
-    """A text that is not kept; the reason is one of REJECT_REASONS."""
+    """A text is rejected. The reason is a key of REJECT_REASONS."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(reason)
@@ -120,21 +120,21 @@ class RejectedError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """A conversation if it has messages; else the reason for its rejection or failure."""
+    """A conversation, or without messages the reason for its rejection or failure."""
 
     messages: tuple[Message, ...] = ()
     tokens: int = 0
-    pair: Pair | None = None  # of a summary: without a question
+    pair: Pair | None = None  # for a summary: without a question
     reason: str | None = None
     detail: str = ""
     is_failure: bool = False
     requests: tuple[str, ...] = ()
-    shown: dict[str, Any] = field(default_factory=dict)  # spans of the document, in characters
+    shown: dict[str, Any] = field(default_factory=dict)  # shown spans of the document, in characters
 
 
 @dataclass(frozen=True, kw_only=True)
 class SynthInputs:
-    """Everything that conversations of a set are built from."""
+    """All inputs of a set of conversations."""
 
     config: SynthConfig
     documents: Documents
@@ -150,22 +150,22 @@ class SynthInputs:
 class _Document:
     text: str
     chars_per_token: float
-    parts: list[Span]  # questions are about one of these
+    parts: list[Span]  # each question is about one part
     sha256: str
-    is_clean: bool  # shares nothing with an evaluation
+    is_clean: bool  # shares no n-gram with an evaluation
 
     def num_chars(self, tokens: float) -> int:
         return max(1, int(tokens * self.chars_per_token))
 
 
-# Takes a number of characters; returns the text to show and its spans.
+# Argument: number of characters. Returns the text to show and its spans.
 _Show = Callable[[int], tuple[str, dict[str, Any]]]
 
 
 class ConversationBuilder:
     """Builds conversations of at most `job.max_tokens` tokens; thread-safe.
 
-    A result depends only on the job, its document and the replies.
+    Results depend only on the job, its document and the replies.
     """
 
     def __init__(self, inputs: SynthInputs) -> None:
@@ -180,7 +180,7 @@ class ConversationBuilder:
             document = self._document(job.visit.document)
             if job.kind == "summary":
                 return self._summary(job, document, requests)
-            # Another part at every visit, until all were used.
+            # Use another part at every visit, until all are used.
             order = rng_for(self._inputs.seed, "synth part", job.visit.document).permutation(len(document.parts))
             part = document.parts[int(order[job.visit.time % len(order)])]
             pair = job.reused.pair if job.reused else self._pair(document.text[slice(*part)], requests)
@@ -219,7 +219,7 @@ class ConversationBuilder:
         )
 
     def _pair(self, part: str, requests: list[str]) -> Pair:
-        """A question about a part and its answer, generated and checked."""
+        """Generate and check a question about a part, with its answer."""
         if self._templates.in_two_steps:
             question = self._ask(self._templates.question(part, self._reply_tokens), parse_question, requests)
             answer = self._ask(self._templates.answer(part, question, self._reply_tokens), parse_answer, requests)
@@ -247,18 +247,18 @@ class ConversationBuilder:
             raise RejectedError("judged_unsupported", f"{pair.question} | {pair.answer}"[:400])
 
     def _show_window(self, job: Job, document: _Document, part: Span) -> _Show:
-        """A stretch of the document around the part."""
+        """Show a window of the document around the part."""
         seed = int(rng_for(self._inputs.seed, "synth place", job.number).integers(2**31))
 
         def show(chars: int) -> tuple[str, dict[str, Any]]:
-            # The same draw at every size, so that shortening does not move the stretch.
+            # Use the same draw at every size, so that shortening does not move the window.
             span = window_around(document.text, part, chars, np.random.default_rng(seed))
             return document.text[slice(*span)], {"part": part, "shown": span}
 
         return show
 
     def _show_passages(self, job: Job, document: _Document, part: Span) -> _Show:
-        """The part among other parts of its document, shuffled."""
+        """Show the part among other parts of its document, shuffled."""
         order = rng_for(self._inputs.seed, "synth place", job.number).permutation(len(document.parts)).tolist()
         others = [document.parts[at] for at in order if document.parts[at] != part]
 
@@ -305,12 +305,12 @@ class ConversationBuilder:
         return self._fit(job, document, Pair("", found.text), lambda chars: (stretch, spans), requests)
 
     def _stretch(self, job: Job, document: _Document) -> Span:
-        """What to summarize: the whole document, or another stretch at every visit."""
+        """Span to summarize: the whole document, or another span at every visit."""
         text = document.text
         count = int(self._inputs.documents.num_stretches[job.visit.document])
         at = len(text) * job.visit.time // count
         start = cut_before(text, at, slack=len(text) // count // 20) if at else 0
-        # The stretch must fit together with the longest summary before any request is sent.
+        # Before any request is sent, the span must fit together with the longest possible summary.
         max_tokens = job.max_tokens - self._reply_tokens - SPARE_TOKENS
         chars = document.num_chars(max_tokens - self._count(job, "…", Pair("", "…")))
         for _ in range(FIT_ATTEMPTS):
@@ -322,7 +322,7 @@ class ConversationBuilder:
         raise RejectedError("does_not_fit")
 
     def _fit(self, job: Job, document: _Document, pair: Pair, show: _Show, requests: list[str]) -> Outcome:
-        """The conversation with as much of the document as fits."""
+        """Build the conversation with as much of the document as fits."""
         overhead = self._count(job, "…", Pair(pair.question, pair.answer or "…"))
         chars = document.num_chars(job.max_tokens - overhead - SPARE_TOKENS)
         for _ in range(FIT_ATTEMPTS):

@@ -1,4 +1,4 @@
-"""Decontamination: find texts that share a word n-gram with an evaluation."""
+"""Decontamination: detect texts that share a word n-gram with an evaluation."""
 
 import hashlib
 import re
@@ -20,24 +20,24 @@ from unspool.evals.eval_plan import EvalPlan
 from unspool.evals.heldout import heldout_documents
 from unspool.evals.suites import suite_of
 
-# Shorter texts of evaluations are ignored: half of all documents would contain them.
+# Ignore shorter evaluation texts, because half of all documents would contain them.
 MIN_WORDS = 6
 _WORD = re.compile(r"[^\W_]+")
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)
-# Words collected before duplicate n-grams are removed: contexts of one suite repeat each other.
+# Words to collect before removing duplicate n-grams; contexts of one suite repeat each other.
 _BATCH_WORDS = 1 << 22
 
 
 class NgramIndex:
     """Hashes of all n-grams of evaluation texts: `ngram` consecutive words, or all words of a shorter text.
 
-    Case, punctuation and spacing do not matter. Takes eight bytes per n-gram; two different n-grams have the same hash
+    Case, punctuation and spacing do not matter. Uses eight bytes per n-gram. Two different n-grams have the same hash
     with a probability of about 1e-19.
     """
 
     def __init__(self, ngram: int) -> None:
         self.ngram = ngram
-        self._known: dict[int, np.ndarray] = {}  # by number of words, sorted
+        self._known: dict[int, np.ndarray] = {}  # sorted hashes by number of words
         self._new: dict[int, list[np.ndarray]] = {}
         self._num_new_words = 0
         self.num_texts = 0
@@ -59,7 +59,7 @@ class NgramIndex:
         return sum(map(len, self._known.values()))
 
     def overlaps(self, text: str) -> bool:
-        """Whether a text shares an n-gram with an evaluation."""
+        """True if a text shares an n-gram with an evaluation."""
         self._merge()
         words = _hash_words(text)
         return any(
@@ -81,7 +81,7 @@ def _hash_words(text: str) -> np.ndarray:
 
 
 def _hash_ngrams(words: np.ndarray, length: int) -> np.ndarray:
-    """A hash of every `length` consecutive words."""
+    """Hashes of every `length` consecutive words."""
     count = len(words) - length + 1
     ngrams = np.zeros(max(0, count), dtype=np.uint64)
     with np.errstate(over="ignore"):
@@ -101,7 +101,7 @@ def _hash(word: str) -> int:
 
 
 def eval_texts(evals: Sequence[EvalConfig], tokenizer: Any, *, seed: int, root: Path) -> Iterator[str]:
-    """Questions, answers and contexts of all prompts, and the held-out text that haystacks are made of."""
+    """Questions, answers and contexts of all prompts, and the held-out text of haystacks."""
     for config in evals:
         heldout = suite_of(config).heldout(config)
         if heldout is not None:
@@ -114,7 +114,7 @@ def eval_texts(evals: Sequence[EvalConfig], tokenizer: Any, *, seed: int, root: 
 
 
 def file_texts(paths: Sequence[str]) -> Iterator[str]:
-    """Texts of files; of JSONL files, every string in a record, however deep."""
+    """Texts of files. For JSONL files: every string in a record, at any depth."""
     for given in paths:
         for path in find_files(given, Path(), kind="text", endings=("",)):
             yield from _record_texts(path) if path.name.endswith(ENDINGS) else _plain_texts(path)
@@ -123,7 +123,7 @@ def file_texts(paths: Sequence[str]) -> Iterator[str]:
 def _plain_texts(path: Path) -> Iterator[str]:
     for item in TextSource(kind="text", path=str(path)).read_units([path]):
         if not isinstance(item, Document):
-            raise DataError(f"decontaminate.files: {path} cannot be read as text.")
+            raise DataError(f"decontaminate.files: {path} cannot be read as text; use a UTF-8 text or JSONL file.")
         yield item.text
 
 

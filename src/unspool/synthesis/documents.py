@@ -1,4 +1,4 @@
-"""Long documents that conversations are about: their order, their text, and where it is cut."""
+"""Long source documents: their order, their text and its split into parts."""
 
 import re
 from collections.abc import Mapping
@@ -20,16 +20,16 @@ Purpose = Literal["pairs", "summaries"]
 
 @dataclass(frozen=True)
 class Visit:
-    """A document, and how often it was visited before."""
+    """A document, and the number of its earlier visits."""
 
     document: int
     time: int
 
 
 class Documents:
-    """Documents of at least `min_tokens` tokens, in an order drawn by the seed.
+    """Documents of at least `min_tokens` tokens, in random order.
 
-    Every document is visited once before any is visited again.
+    All documents are visited once before any is visited again.
     """
 
     def __init__(self, config: SynthConfig, corpora: Mapping[str, Path], tokenizer: Any, *, seed: int) -> None:
@@ -47,7 +47,7 @@ class Documents:
         self._chosen = order[: config.documents] if config.documents else order
         self.lens = lens[self._chosen]
         self._starts = np.cumsum([0, *(len(reader) for _, reader in self._readers)])
-        # A conversation is about another part, or summarizes another stretch, at every visit.
+        # Every visit uses another part, or summarizes another span.
         self.num_stretches = np.maximum(1, self.lens // config.length)
         self._visits = {
             "pairs": self._order("pairs", np.maximum(1, self.lens // config.chunk), config.per_document),
@@ -65,7 +65,7 @@ class Documents:
         return Visit(document, time)
 
     def name(self, document: int) -> tuple[str, str]:
-        """The source of a document and its id there."""
+        """Source of a document, and its id in that source."""
         source, reader, inner = self._find(document)
         return source, reader.id(inner)
 
@@ -74,7 +74,7 @@ class Documents:
         return str(self._tokenizer.decode(reader[inner].tolist(), skip_special_tokens=True))
 
     def _order(self, purpose: str, max_visits: np.ndarray, times: int) -> np.ndarray:
-        """Pairs of document and time: all documents in one order, then those with visits left in another."""
+        """Pairs (document, visit): all documents in one order, then those with further visits in another order."""
         rounds = []
         for time in range(times):
             left = np.flatnonzero(max_visits > time)
@@ -92,13 +92,13 @@ class Documents:
 
 
 Span = tuple[int, int]  # start and end, in characters
-# A cut may move back by this share of a part's size, to the end of a paragraph, sentence or word.
+# A cut may move back by this share of the part size, to the end of a paragraph, sentence or word.
 SLACK = 0.3
 _BREAKS = (re.compile(r"\n\s*\n"), re.compile(r"[.!?…][\"'”’)]*\s+"), re.compile(r"\s+"))
 
 
 def split_text(text: str, size: int) -> list[Span]:
-    """Parts of about equal size, near `size` characters."""
+    """Split a text into parts of about equal size, near `size` characters."""
     count = max(1, round(len(text) / size))
     wanted = len(text) / count
     cuts = [0]
@@ -130,7 +130,7 @@ def window_around(text: str, inner: Span, size: int, rng: np.random.Generator) -
     first, last = max(0, stop - size), min(start, len(text) - size)
     begin = int(rng.integers(first, last + 1)) if last > first else max(0, min(first, start))
     end = min(len(text), begin + size)
-    # Move to word boundaries, but never into the inner span.
+    # Move to word boundaries, but not into the inner span.
     if begin > 0:
         space = text.find(" ", begin, start)
         begin = space + 1 if space >= 0 else begin
@@ -139,7 +139,7 @@ def window_around(text: str, inner: Span, size: int, rng: np.random.Generator) -
 
 
 def _trim(text: str, start: int, stop: int) -> Span:
-    """The span without white space at its ends."""
+    """The span without whitespace at its ends."""
     part = text[start:stop]
     left = len(part) - len(part.lstrip())
     return (start + left, max(start + left, start + len(part.rstrip())))

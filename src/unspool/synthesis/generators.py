@@ -1,4 +1,4 @@
-"""Generator backends: an OpenAI-compatible server, a model in this process, or a mock."""
+"""Generators: an OpenAI-compatible server, a local model, or a mock."""
 
 import hashlib
 import re
@@ -30,7 +30,7 @@ from unspool.synthesis.requests import (
     Request,
 )
 
-OpenBackend = Callable[[str], tuple[Backend, str]]  # model: its backend and the hash of its weights
+OpenBackend = Callable[[str], tuple[Backend, str]]  # argument: model; returns its backend and the hash of its weights
 
 
 def build_client(
@@ -66,13 +66,13 @@ class ServerBackend:
 
     @property
     def identity(self) -> str:
-        # Without the address, so that another server with the same model can continue a run.
+        # Exclude the address, so that another server with the same model can resume a run.
         return digest([self._config.model, self._config.temperature, self._config.top_p])
 
     def reply(self, request: Request) -> Reply:
         if request.begin:
             raise ConfigError(
-                "templates: `begin` sets the first words of a reply, which the OpenAI chat API cannot do; remove it, "
+                "templates: the OpenAI chat API does not support `begin`, the first words of a reply; remove it, "
                 "or generate with kind: transformers."
             )
         body = {
@@ -99,22 +99,22 @@ class ServerBackend:
         )
 
 
-MAX_TOKENS = 10**9  # of one reply that a server may report
+MAX_TOKENS = 10**9  # maximum that a server may report for one reply
 
 
 def _num_tokens(reported: Any, text: str) -> int:
     return reported if isinstance(reported, int) and 0 <= reported <= MAX_TOKENS else len(text) // CHARS_PER_TOKEN
 
 
-# Requests arrive in bursts, so a batch waits for more before it starts.
+# Requests arrive in bursts, so a batch waits this long for more requests.
 BATCH_WAIT_SECONDS = 0.05
 _Waiting = tuple[Request, "Future[Reply]"]
 
 
 class LocalBackend:
-    """A model in this process with greedy decoding, up to `width` requests per batch.
+    """A local model with greedy decoding, and up to `width` requests per batch.
 
-    Prompts go through its chat template if there is one; else the model continues the text.
+    Uses the model's chat template if there is one. Otherwise the model continues the text.
     """
 
     def __init__(self, backend: Backend, weights_hash: str, *, width: int = 1) -> None:
@@ -130,14 +130,14 @@ class LocalBackend:
         future: Future[Reply] = Future()
         with self._lock:
             self._waiting.append((request, future))
-        # The thread that gets the lock answers for the others too.
+        # The thread that gets the lock also answers for the other threads.
         with self._batch_lock:
             while not future.done():
                 self._answer_batch()
         return future.result()
 
     def _answer_batch(self) -> None:
-        """Answer the requests that have waited longest."""
+        """Answer the requests that have waited the longest."""
         if self._width > 1 and len(self._waiting) < self._width:
             time.sleep(BATCH_WAIT_SECONDS)
         with self._lock:
@@ -145,7 +145,7 @@ class LocalBackend:
             self._waiting = [waiting for waiting in self._waiting if waiting not in batch]
         try:
             replies = self._replies([request for request, _ in batch])
-        except BaseException as error:  # else the other threads would wait forever
+        except BaseException as error:  # otherwise the other threads would wait forever
             for _, future in batch:
                 future.set_exception(error)
             return
@@ -153,7 +153,7 @@ class LocalBackend:
             future.set_result(reply)
 
     def _next_batch(self) -> list[_Waiting]:
-        """The first request, and others with the same max_tokens as far as the backend's row allows."""
+        """The first request, and others with the same max_tokens that fit the backend's row."""
         tokens_left = self._backend.row_tokens
         max_tokens = self._waiting[0][0].max_tokens
         batch: list[_Waiting] = []
@@ -169,7 +169,7 @@ class LocalBackend:
     def _replies(self, requests: list[Request]) -> list[Reply]:
         all_ids = [self._ids(request) for request in requests]
         max_tokens = requests[0].max_tokens
-        # A single prompt is passed as the context, which is prefilled in chunks if it is long.
+        # Pass a single prompt as context, because long contexts are prefilled in chunks.
         shared = all_ids[0][:-1] if len(requests) == 1 else all_ids[0][:0]
         prompt = Prompt(
             suite="synth",
@@ -182,7 +182,7 @@ class LocalBackend:
         )
         began = time.perf_counter()
         texts = self._backend.answers(prompt)
-        # Each gets its part, so that the seconds of all replies sum to the elapsed time.
+        # Divide the time, so that the seconds of all replies sum to the elapsed time.
         seconds = round((time.perf_counter() - began) / len(requests), 3)
         replies = []
         for request, text, ids in zip(requests, texts, all_ids, strict=True):
@@ -226,7 +226,7 @@ _COPY = (
 
 
 class MockBackend:
-    """Replies made by rule from the prompt, with faults by the hash of the prompt."""
+    """Rule-based replies, with faults chosen by the hash of the prompt."""
 
     def __init__(self, faults: Mapping[Fault, float], seconds: float) -> None:
         self._faults, self._seconds = dict(faults), seconds
@@ -249,7 +249,7 @@ class MockBackend:
         )
 
     def _fail_or_wait(self, prompt: str, draw: bytes) -> None:
-        """Let some requests fail at their first attempt, and others wait."""
+        """Make some requests fail at their first attempt, and others wait."""
         with self._lock:
             is_first = prompt not in self._tried
             if is_first and _share(draw, 0) < self._faults.get("error", 0.0):
@@ -297,5 +297,5 @@ class MockBackend:
 
 
 def _share(draw: bytes, number: int) -> float:
-    """A number from 0 to 1, from a hash."""
+    """A number in [0, 1], from a hash."""
     return int.from_bytes(draw[16 + 4 * number : 20 + 4 * number]) / 2**32

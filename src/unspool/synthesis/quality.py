@@ -1,7 +1,7 @@
 """Checks of generated pairs and summaries, with a reason for every rejection.
 
-Support is measured by shared words: an answer in quite different words than its text is rejected, and a false statement
-in the text's own words passes. The optional judge is for those.
+Support is measured by shared words. An answer that uses quite different words than its text is rejected, and a false
+statement in the text's own words passes. The optional judge detects such statements.
 """
 
 import hashlib
@@ -16,12 +16,12 @@ from unspool.evals.scoring.rouge import stem
 from unspool.synthesis.config import ChecksConfig
 from unspool.synthesis.templates import Pair
 
-# Repetition: at most this share of an answer's word n-grams may occur earlier in it. Names and set phrases recur,
+# Repetition: at most this share of an answer's word n-grams may occur earlier in it. Names and set phrases recur, but
 # whole sentences do not.
 REPEAT_NGRAM, MAX_REPEATED = 5, 0.2
-# A short answer may consist of words of its question: "Red." answers "Was it red or blue?".
+# A short answer may contain only words of its question: "Red." answers "Was it red or blue?".
 MAX_ECHO_WORDS = 2
-SUMMARY_FACTOR = 3  # a summary may have this many times the words of an answer
+SUMMARY_FACTOR = 3  # maximum words of a summary, as a multiple of those of an answer
 _SEEN = r"snippet|passage|excerpt|extract|paragraph|section|fragment|chunk|segment"
 _POINTING = r"above|below|given|provided|following|here|shown|quoted|preceding|presented|supplied"
 _REFERS = re.compile(
@@ -46,7 +46,7 @@ _FUNCTION_WORDS = frozenset(_FUNCTION_WORD_LIST.split())
 
 
 def pair_reason(pair: Pair, part: str, checks: ChecksConfig) -> str | None:
-    """Why a pair about a part of a document is rejected; None if it is not."""
+    """Reason to reject a pair about a part of a document, or None."""
     if len(words(pair.answer)) > checks.answer_words:
         return "too_long"
     if repeats(pair.question) or repeats(pair.answer):
@@ -59,7 +59,7 @@ def pair_reason(pair: Pair, part: str, checks: ChecksConfig) -> str | None:
 
 
 def summary_reason(summary: str, document: str, checks: ChecksConfig) -> str | None:
-    """Why a summary of a document is rejected; None if it is not."""
+    """Reason to reject a summary of a document, or None."""
     if len(words(summary)) > SUMMARY_FACTOR * checks.answer_words:
         return "too_long"
     if repeats(summary):
@@ -70,25 +70,25 @@ def summary_reason(summary: str, document: str, checks: ChecksConfig) -> str | N
 
 
 def repeats(text: str) -> bool:
-    """Whether a text repeats itself, as greedy decoding of weak models does."""
+    """True if a text repeats itself, which is common in greedy decoding of weak models."""
     found = words(text)
     ngrams = [tuple(found[at : at + REPEAT_NGRAM]) for at in range(len(found) - REPEAT_NGRAM + 1)]
     return bool(ngrams) and 1 - len(set(ngrams)) / len(ngrams) > MAX_REPEATED
 
 
 def echoes(pair: Pair) -> bool:
-    """Whether an answer has no content word that is not in its question."""
+    """True if all content words of an answer are in its question."""
     answer = content_stems(pair.answer)
     return len(answer) > MAX_ECHO_WORDS and answer <= content_stems(pair.question)
 
 
 def refers(text: str) -> bool:
-    """Whether a text mentions the snippet that its writer saw."""
+    """True if a text mentions the snippet that its writer saw."""
     return _REFERS.search(text) is not None
 
 
 def supports(text: str, answer: str, min_share: float) -> bool:
-    """Whether a text has enough of an answer's content words, and all of its numbers."""
+    """True if a text contains enough content words of an answer, and all its numbers."""
     known_numbers = set(_NUMBER.findall(text))
     if any(number not in known_numbers for number in _NUMBER.findall(answer)):
         return False
@@ -96,7 +96,7 @@ def supports(text: str, answer: str, min_share: float) -> bool:
 
 
 def support(text: str, answer: str) -> float:
-    """The share of an answer's content words that a text has, by stem; 1 if the answer has none."""
+    """Share of an answer's content words (by stem) that a text contains; 1 if the answer has none."""
     wanted = content_stems(answer)
     return len(wanted & content_stems(text)) / len(wanted) if wanted else 1.0
 
@@ -114,17 +114,17 @@ def _stem(word: str) -> str:
     return stem(word)
 
 
-# Near-duplicates by MinHash: datatrove's signatures propose candidates, the exact Jaccard overlap decides
+# Near-duplicates by MinHash: datatrove's signatures propose candidates, exact Jaccard similarity decides
 
 SHINGLE_WORDS = 3
-# datatrove's default of 14 buckets of 8 hashes proposes 56% of pairs with overlap 0.7; these propose 94%, and 99.9%
-# at overlap 0.8.
+# datatrove's default of 14 buckets of 8 hashes proposes 56% of pairs with similarity 0.7. These settings propose 94%,
+# and 99.9% at similarity 0.8.
 BUCKETS, HASHES_PER_BUCKET = 32, 7
 _SHINGLE_WORD = re.compile(r"[^\W_]+")
 
 
 class _Signatures(MinhashDedupSignature):  # type: ignore[misc]
-    """datatrove's signatures of our own shingles, without its spaCy tokenizer and output folder."""
+    """datatrove's signatures of given shingles, without its spaCy tokenizer and output folder."""
 
     def __init__(self) -> None:
         self.config = MinhashConfig(
@@ -138,9 +138,9 @@ class _Signatures(MinhashDedupSignature):  # type: ignore[misc]
 
 
 class NearDuplicates:
-    """Texts, and whether a new one overlaps with any of them (Jaccard, of word triples) by `threshold` or more.
+    """Detects near-duplicates: texts whose Jaccard similarity of word triples is at least `threshold`.
 
-    Takes about 1 KB of memory per text.
+    Uses about 1 KB of memory per text.
     """
 
     def __init__(self, threshold: float) -> None:
@@ -170,7 +170,7 @@ class NearDuplicates:
 
 
 def _shingles(text: str) -> np.ndarray:
-    """Sorted hashes of a text's word triples; of a shorter text, the hash of all its words."""
+    """Sorted hashes of a text's word triples. For a shorter text, the hash of all its words."""
     found = _SHINGLE_WORD.findall(text.lower())
     triples = {" ".join(found[at : at + SHINGLE_WORDS]) for at in range(max(1, len(found) - SHINGLE_WORDS + 1))}
     hashes = (int.from_bytes(hashlib.blake2b(triple.encode(), digest_size=4).digest()) for triple in triples)

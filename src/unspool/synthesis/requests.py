@@ -1,4 +1,4 @@
-"""Send requests to a generator: cached, rate-limited, retried, several at a time."""
+"""Send concurrent requests to a generator, with cache, rate limits and retries."""
 
 import time
 from collections import Counter
@@ -14,13 +14,13 @@ from unspool.core.errors import UnspoolError
 from unspool.core.http_client import RetryPolicy, TransientError, printable_line, with_retries
 from unspool.evals.reply_cache import ReplyCache
 
-MAX_FAILURES_IN_A_ROW = 20  # then the server is taken to be down and the run ends
-BURST_SECONDS = 2.0  # unused rate that a limit carries over
-CHARS_PER_TOKEN = 4  # of English text, where no tokenizer has counted
+MAX_FAILURES_IN_A_ROW = 20  # then the server counts as down and the run ends
+BURST_SECONDS = 2.0  # seconds of unused rate that a limit carries over
+CHARS_PER_TOKEN = 4  # estimate for English text, without a tokenizer
 
 
 class RequestFailedError(Exception):
-    """A request without a reply after all attempts; the text is the kind of the last error."""
+    """A request got no reply after all attempts. The message is the kind of the last error."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,7 @@ class Request:
     begin: str = ""  # first words of the reply, which the model continues
 
     def key(self, identity: str) -> str:
-        """Cache key for a generator with this identity; without `begin` as before that field existed."""
+        """Cache key for a generator with this identity. Without `begin`, equal to keys of older versions."""
         return digest([identity, self.prompt, self.max_tokens, *([self.begin] if self.begin else [])])
 
 
@@ -40,11 +40,11 @@ class Reply:
     prompt_tokens: int
     reply_tokens: int
     seconds: float
-    is_cut: bool = False  # it reached max_tokens
+    is_cut: bool = False  # True if it reached max_tokens
 
 
 class GeneratorReplies(ReplyCache):
-    """The reply cache of a run, with the errors and the speed of all processes that wrote to it."""
+    """The reply cache of a run, with errors and speed of all processes that wrote to it."""
 
     def __init__(self, path: Path) -> None:
         self.errors: Counter[str] = Counter()  # failed attempts by kind
@@ -75,7 +75,7 @@ class GeneratorReplies(ReplyCache):
 
 
 class RateLimiter:
-    """Delays requests of all threads so that they stay within limits per minute."""
+    """Delays requests of all threads to stay within per-minute limits."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class RateLimiter:
         self._paused_until = now
 
     def wait(self, tokens: int) -> None:
-        """Return when a request of this many tokens may start."""
+        """Wait until a request of this many tokens may start."""
         with self._lock:
             now = self._clock()
             start = max(now, self._paused_until)
@@ -105,17 +105,17 @@ class RateLimiter:
             self._sleep(start - now)
 
     def pause(self, seconds: float) -> None:
-        """Start no request for this long; servers ask for it with Retry-After."""
+        """Start no request for this long. Servers request this with Retry-After."""
         with self._lock:
             self._paused_until = max(self._paused_until, self._clock() + seconds)
 
 
 class GeneratorBackend(Protocol):
-    """Answers one request, or raises TransientError where another attempt may help."""
+    """Answers one request. Raises TransientError if a retry may help."""
 
     @property
     def identity(self) -> str:
-        """Hash of everything besides the request that a reply depends on."""
+        """Hash of everything that a reply depends on, except the request."""
         ...
 
     def reply(self, request: Request) -> Reply: ...
@@ -123,9 +123,9 @@ class GeneratorBackend(Protocol):
 
 @dataclass
 class RequestStats:
-    """Requests of this process."""
+    """Request counts of this process."""
 
-    sent: int = 0  # not in the cache before
+    sent: int = 0  # requests without a cached reply
     cached: int = 0
     failed: int = 0
     prompt_tokens: int = 0
@@ -134,7 +134,7 @@ class RequestStats:
 
 
 class GeneratorClient:
-    """Sends requests to one generator, at most `width` at a time and equal ones only once."""
+    """Sends requests to one generator: at most `width` concurrently, and equal requests only once."""
 
     def __init__(
         self,
@@ -160,12 +160,12 @@ class GeneratorClient:
         return self._backend.identity
 
     def send(self, *requests: Request) -> list[Reply]:
-        """The replies in order. Raises RequestFailedError, or UnspoolError if the server seems to be down."""
+        """Return the replies in order. Raises RequestFailedError, or UnspoolError if the server seems to be down."""
         futures = [self._submit(request) for request in requests]
         return [future.result() for future in futures]
 
     def close(self) -> None:
-        """Start no more requests, and wait for those in flight."""
+        """Start no more requests and wait for requests in flight."""
         self._stopped = True
         self._pool.shutdown(wait=True, cancel_futures=True)
 
@@ -181,7 +181,7 @@ class GeneratorClient:
                 return done
             future = self._pool.submit(self._run, key, request)
             self._in_flight[key] = future
-        # Without the lock: `close` calls this while it holds the pool's own lock, which `submit` needs above.
+        # Do not take the lock: `close` calls this while it holds the pool's lock, which `submit` needs above.
         future.add_done_callback(lambda _: self._in_flight.pop(key, None))
         return future
 
@@ -202,7 +202,7 @@ class GeneratorClient:
                 raise UnspoolError(
                     f"the generator did not answer {MAX_FAILURES_IN_A_ROW} requests in a row, with "
                     f"{self._retry.attempts} attempts each ({printable_line(error.problem)}). Restart or repair the "
-                    "server and run this again; all replies so far are cached."
+                    "server, then run the same command again; all replies so far are cached."
                 ) from None
             raise RequestFailedError(error.kind) from None
         self._replies.add(key, reply)
@@ -217,7 +217,7 @@ class GeneratorClient:
             self.stats.errors[error.kind] += 1
 
     def _count(self, reply: Reply | None) -> None:
-        """Count a request that ended, without a reply where it failed."""
+        """Count a finished request. A failed request has no reply."""
         with self._lock:
             self.stats.sent += 1
             if reply is None:

@@ -1,8 +1,8 @@
-"""Generate one set of conversations and publish it as a folder that `chat` sources read.
+"""Generate one set of conversations and publish it as a folder for `chat` sources.
 
-The folder has `conversations-00000.jsonl.zst` …, `rejected.ndjson` and a manifest whose counts add up:
-asked = kept + rejected (by reason) + failed. A run that was killed and started again ends with the same bytes, and
-sends no request that has a cached reply.
+The folder has `conversations-00000.jsonl.zst` …, `rejected.ndjson` and a manifest whose counts add up: asked = kept +
+rejected (by reason) + failed. A killed and restarted run ends with the same bytes, and sends no request that has a
+cached reply.
 """
 
 import json
@@ -27,7 +27,7 @@ from unspool.synthesis.scheduler import Job, JournalEntry, KeptPair, Scheduler, 
 from unspool.synthesis.templates import Pair
 
 KIND = "synth"
-REJECTED = "rejected.ndjson"  # a suffix that chat sources do not read
+REJECTED = "rejected.ndjson"  # suffix that chat sources ignore
 SHARD_BYTES = 64 << 20  # before compression
 JOURNAL, EXAMPLES = "journal.jsonl", "examples.jsonl"
 
@@ -35,9 +35,9 @@ JOURNAL, EXAMPLES = "journal.jsonl", "examples.jsonl"
 class Journal:
     """Finished jobs and kept conversations of a set, on disk: `with Journal(folder, key) as journal`.
 
-    A conversation is written before the entry that refers to it. On opening, everything after the last complete and
-    intact entry is cut off, so that a killed run leaves nothing twice and nothing missing. What is cut off is built
-    again from cached replies.
+    A conversation is written before its entry. On opening, everything after the last complete and undamaged entry is
+    cut off, so that a killed run leaves no duplicates and no gaps. Conversations that were cut off are rebuilt from
+    cached replies.
     """
 
     def __init__(self, folder: Path, key: str) -> None:
@@ -61,7 +61,7 @@ class Journal:
         self.entries.append(entry)
 
     def examples(self) -> Iterator[tuple[JournalEntry, bytes]]:
-        """Every kept conversation with its entry, in order."""
+        """Yield every kept conversation with its entry, in order."""
         with (self.folder / EXAMPLES).open("rb") as file:
             for entry in (entry for entry in self.entries if entry["kept"]):
                 yield entry, file.readline()
@@ -76,7 +76,7 @@ def _describe_work(folder: Path) -> str | None:
 
 
 def _read_entries(folder: Path) -> tuple[list[JournalEntry], list[bytes], list[bytes]]:
-    """The entries up to the first that is damaged or whose conversation is, as they are and as lines; conversations."""
+    """(entries, their lines, conversations), up to the first damaged entry or conversation."""
     examples = intact_lines(folder / EXAMPLES)
     entries: list[JournalEntry] = []
     lines: list[bytes] = []
@@ -92,7 +92,7 @@ def _read_entries(folder: Path) -> tuple[list[JournalEntry], list[bytes], list[b
 
 
 class Generation:
-    """Builds conversations ahead in threads and finishes them in order."""
+    """Builds conversations in threads and finishes them in order."""
 
     def __init__(self, name: str, inputs: SynthInputs, journal: Journal) -> None:
         self._name, self._inputs, self._journal = name, inputs, journal
@@ -132,7 +132,7 @@ class Generation:
         return f"{sum(self._scheduler.kept.values())} kept of {len(self._journal.entries)}"
 
     def _finish(self, job: Job, outcome: Outcome) -> int:
-        """Check what depends on earlier conversations, and write the result; returns the tokens that were kept."""
+        """Check against earlier conversations and write the result. Returns the number of kept tokens."""
         reason = outcome.reason
         if reason is None and job.reused is None and self._duplicates.has_similar(_pair_text(outcome.pair)):
             reason = "near_copy"
@@ -144,7 +144,7 @@ class Generation:
         return outcome.tokens if reason is None else 0
 
     def _apply(self, job: Job, entry: JournalEntry) -> None:
-        """Update the state with a finished job, of this process or of one before it."""
+        """Update the state with a finished job of this process or of an earlier one."""
         if entry["reason"] == "surplus":
             self._scheduler.close(job.kind)
         if not entry["kept"]:
@@ -157,12 +157,12 @@ class Generation:
         self._scheduler.finish(job, entry["tokens"], kept_pair)
 
     def _replay(self) -> list[Job]:
-        """Schedule the jobs of the journal again; returns those that were started but not finished."""
+        """Schedule the jobs of the journal again. Returns jobs that were started but not finished."""
         started: list[Job] = []
         for entry in self._journal.entries:
             started += self._next_jobs(len(started))
             job = started.pop(0)
-            assert (job.number, job.kind) == (entry["n"], entry["kind"]), "the journal is of another schedule"
+            assert (job.number, job.kind) == (entry["n"], entry["kind"]), "the journal belongs to another schedule"
             self._apply(job, entry)
         return started
 
@@ -170,7 +170,7 @@ class Generation:
 def generate(
     name: str, inputs: SynthInputs, out_dir: Path, *, input_hashes: dict[str, Any], settings: dict[str, Any]
 ) -> None:
-    """Generate a set and publish it. Continues in its work folder if `input_hashes` and `settings` are the same."""
+    """Generate a set and publish it. Resumes from its work folder if `input_hashes` and `settings` are equal."""
     work = out_dir.with_name(out_dir.name + ".work")
     with Journal(work, digest([input_hashes, settings])) as journal:
         with ExitStack() as stack:
@@ -179,7 +179,7 @@ def generate(
                     stack.callback(client.close)
             Generation(name, inputs, journal).run()
         if not any(entry["kept"] for entry in journal.entries):
-            # Without its journal the next run asks again for what failed, and takes all other replies from the cache.
+            # Without its journal, the next run repeats failed requests and takes all other replies from the cache.
             remove(work)
             raise DataError(_nothing_kept(name, journal.entries))
         with publish(out_dir, kind=KIND, inputs=input_hashes, settings=settings) as draft:
@@ -195,9 +195,9 @@ def _nothing_kept(name: str, entries: Sequence[JournalEntry]) -> str:
     )
     detail = next((entry["detail"].rstrip(".") for entry in entries if entry["detail"]), None)
     return (
-        f"synth {name}: none of {len(entries)} conversations was kept, so no data set is written: {counted}. "
-        f"{f'The first: {detail}. ' if detail else ''}Use another generator, loosen checks, or repair what failed; "
-        "replies are cached and not paid for again."
+        f"synth {name}: none of {len(entries)} conversations was kept, so nothing was written: {counted}. "
+        f"{f'The first: {detail}. ' if detail else ''}Use another generator, relax `checks`, or fix the failure; "
+        "cached replies are not requested again."
     )
 
 
@@ -221,7 +221,7 @@ def _write(draft: Draft, journal: Journal, inputs: SynthInputs) -> None:
 
 
 def write_shards(folder: Path, records: Iterable[bytes]) -> int:
-    """Write `conversations-00000.jsonl.zst` …; returns the number of files."""
+    """Write `conversations-00000.jsonl.zst` …. Returns the number of files."""
     number, left = -1, 0
     file: Any = None
     try:
@@ -242,7 +242,7 @@ def write_shards(folder: Path, records: Iterable[bytes]) -> int:
 
 
 def count(entries: Sequence[JournalEntry], config: SynthConfig) -> dict[str, Any]:
-    """asked = kept + rejected + failed, for every kind and in total."""
+    """Counts with asked = kept + rejected + failed, for every kind and in total."""
     kinds = {}
     tokens = sum(entry["tokens"] for entry in entries if entry["kept"])
     for kind, share in config.token_shares.items():
@@ -307,7 +307,7 @@ def _entry(job: Job, outcome: Outcome, reason: str | None, inputs: SynthInputs) 
 
 
 def _example(name: str, job: Job, outcome: Outcome, inputs: SynthInputs) -> dict[str, Any]:
-    """A record for sources of kind `chat`, which read `messages`; the other fields are for people and audits."""
+    """A record for `chat` sources, which read `messages`. Other fields are for people and audits."""
     source, document = inputs.documents.name(job.visit.document)
     return {
         "messages": [{"role": message.role, "content": message.content} for message in outcome.messages],

@@ -1,7 +1,7 @@
-"""Which conversations to generate: an estimate, the next job, and the final balance of kinds.
+"""Schedule conversations: estimate of the work, choice of the next job, and final balance of kinds.
 
-Which job is next depends only on the seed and on the jobs finished before, in the order of their numbers. It never
-depends on speed, so a killed run continues as it would have.
+The next job depends only on the seed and on the jobs finished before it, in the order of their numbers. It never
+depends on speed, so a killed run continues exactly like an uninterrupted one.
 """
 
 from collections import deque
@@ -17,16 +17,16 @@ from unspool.synthesis.documents import Documents, Purpose, Visit
 from unspool.synthesis.requests import GeneratorReplies
 from unspool.synthesis.templates import Pair, TemplateChoice, Templates, TemplateUsage
 
-# Tokens of our prompts without the document text, and of typical replies.
+# Tokens of the built-in prompts without document text, and of typical replies.
 PROMPT_TOKENS, PAIR_TOKENS, SUMMARY_TOKENS = 300, 150, 220
-TOKENS_PER_SECOND = 50.0  # of one request, before any was measured
+TOKENS_PER_SECOND = 50.0  # speed of one request, before any measurement
 MAX_DROPPED = 0.05  # share of tokens that balancing may drop
 JournalEntry = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class KeptPair:
-    """A pair that was kept for a `qa` conversation and can be used for a `rag` one."""
+    """A pair of a kept `qa` conversation that a `rag` conversation can use."""
 
     pair: Pair
     visit: Visit
@@ -44,10 +44,10 @@ class Job:
 
 
 class Scheduler:
-    """Chooses the next conversation: of the kind that is furthest behind its share of tokens.
+    """Chooses the next conversation: the kind that is furthest below its share of tokens.
 
-    With a target number of tokens, the last conversation of each kind is no longer than what is missing. RAG uses
-    pairs that were kept for questions before it requests new ones.
+    With a target number of tokens, the last conversation of each kind is no longer than the missing tokens. RAG first
+    uses pairs that were kept for questions, then requests new ones.
     """
 
     def __init__(self, config: SynthConfig, documents: Documents, templates: Templates, *, seed: int) -> None:
@@ -64,19 +64,19 @@ class Scheduler:
         self._first_guess = fmean(min(config.length, int(length)) for length in documents.lens)
 
     def next_job(self) -> Job | None:
-        """The next job; None if jobs in flight must finish first, or if there is nothing left to do."""
+        """The next job. None if jobs in flight must finish first, or if all work is done."""
         for kind in sorted(self._shares, key=self._progress):
             job = self._job_of(kind)
             if job is not None:
                 self._in_flight[job.number] = (kind, min(self._expected_tokens(kind), job.max_tokens))
                 return job
             if self._config.tokens is None and not self._waits_for_pairs(kind):
-                # Without a target, no kind may run ahead of one that is exhausted.
+                # Without a target, no kind may continue after another kind is exhausted.
                 return None
         return None
 
     def finish(self, job: Job, tokens: int | None, kept_pair: KeptPair | None = None) -> None:
-        """Record a finished job; `tokens` is None if it was not kept. Call in the order of job numbers."""
+        """Record a finished job. `tokens` is None if it was not kept. Call this in the order of job numbers."""
         del self._in_flight[job.number]
         if tokens is None:
             self._usage.release(job.kind, job.choice)
@@ -87,7 +87,7 @@ class Scheduler:
             self._pool.append(kept_pair)
 
     def accepts(self, kind: Kind, tokens: int) -> bool:
-        """Whether a conversation of this length brings its kind closer to its target."""
+        """True if a conversation of this length brings its kind closer to its target."""
         target = self._target(kind)
         return target is None or tokens - (target - self.tokens[kind]) <= target - self.tokens[kind]
 
@@ -116,7 +116,7 @@ class Scheduler:
         return Job(number=number, kind=kind, visit=visit, choice=choice, max_tokens=max_tokens, reused=reused)
 
     def _waits_for_pairs(self, kind: Kind) -> bool:
-        """Whether RAG has no pair, and enough questions are in flight for it to catch up with them."""
+        """True if RAG has no pair, but enough questions are in flight to provide some."""
         if kind != "rag" or self._pool or "qa" not in self._shares:
             return False
         coming = sum(other == "qa" for other, _ in self._in_flight.values())
@@ -124,14 +124,14 @@ class Scheduler:
         return 0 < coming >= behind / self._expected_tokens("rag")
 
     def _max_tokens(self, kind: Kind) -> int | None:
-        """Longest next conversation; None if others in flight must finish first, or if enough were started."""
+        """Maximum tokens of the next conversation. None if others must finish first, or if enough were started."""
         target = self._target(kind)
         if target is None:
             return self._config.length
         missing = target - self.tokens[kind] - self._in_flight_tokens(kind)
         is_in_flight = any(other == kind for other, _ in self._in_flight.values())
         if missing < 2 * self._expected_tokens(kind) and is_in_flight:
-            return None  # near the end the missing tokens must be known exactly
+            return None  # near the end, the number of missing tokens must be exact
         if missing < self._config.min_length / 2:
             return None
         return min(self._config.length, max(self._config.min_length, int(missing)))
@@ -146,12 +146,12 @@ class Scheduler:
         return sum(tokens for other, tokens in self._in_flight.values() if other == kind)
 
     def _expected_tokens(self, kind: Kind) -> float:
-        """Mean tokens of the conversations of a kind that were kept."""
+        """Mean tokens of the kept conversations of a kind."""
         return self.tokens[kind] / self.kept[kind] if self.kept[kind] else self._first_guess
 
 
 def surplus(entries: Sequence[JournalEntry], config: SynthConfig) -> set[int]:
-    """Numbers of conversations to drop so that the shares are right where documents ran out before the target."""
+    """Numbers of conversations to drop to balance the shares, if documents ran out before the target."""
     kept = [entry for entry in entries if entry["kept"]]
     shares = config.token_shares
     tokens = {kind: sum(entry["tokens"] for entry in kept if entry["kind"] == kind) for kind in shares}
@@ -172,16 +172,16 @@ def surplus(entries: Sequence[JournalEntry], config: SynthConfig) -> set[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """Requests, cost and time of a set if everything is kept; rejections add to it."""
+    """Requests, cost and time of a set if everything is kept. Rejections increase them."""
 
     examples: dict[str, int]
-    tokens: int  # of conversations
+    tokens: int  # tokens of all conversations
     requests: int
     prompt_tokens: int
     reply_tokens: int
     cost: float  # in the currency of the prices
     seconds: float
-    measured: bool  # whether the speed is that of earlier replies
+    measured: bool  # True if the speed was measured on earlier replies
     kept_replies: int
 
     def plain(self) -> dict[str, Any]:
@@ -211,7 +211,7 @@ def estimate(config: SynthConfig, documents: Documents, replies: GeneratorReplie
     summaries = examples.get("summary", 0)
     read = [min(length, config.length - config.generator.reply_tokens) for length in lens]
     parts = [max(1, round(length / config.summary_chunk)) for length in read]
-    # Mean per summary. Every reply but the last is part of another prompt.
+    # Mean per summary. Every reply except the last is part of another prompt.
     per_summary = sum(num_summary_requests(count, config.summary_group) for count in parts) / len(parts)
     summary_requests = round(summaries * per_summary)
     requests = pairs + summary_requests
@@ -219,7 +219,7 @@ def estimate(config: SynthConfig, documents: Documents, replies: GeneratorReplie
     prompt += int(summaries * (sum(read) / len(read) + (per_summary - 1) * SUMMARY_TOKENS))
     reply = pairs * PAIR_TOKENS + summary_requests * SUMMARY_TOKENS
     generator = config.generator
-    # A local model counts for each reply only its part of the time of its batch.
+    # For a local model, each reply counts only its share of the batch time.
     seconds = reply / (replies.reply_tokens / replies.seconds if replies.seconds else TOKENS_PER_SECOND)
     cost = 0.0
     if isinstance(generator, MockGenerator):
@@ -245,7 +245,7 @@ def estimate(config: SynthConfig, documents: Documents, replies: GeneratorReplie
 
 
 def num_summary_requests(parts: int, group: int) -> int:
-    """Requests to summarize a text of `parts` parts, joining `group` summaries at a time."""
+    """Number of requests to summarize `parts` parts, joining `group` summaries at a time."""
     total = level = parts
     while level > 1:
         level = -(-level // group)
@@ -254,7 +254,7 @@ def num_summary_requests(parts: int, group: int) -> int:
 
 
 def _available_tokens(config: SynthConfig, documents: Documents, sizes: dict[Kind, float]) -> float:
-    """Tokens when all visits for questions, or for summaries, are used up; RAG uses the visits of questions."""
+    """Tokens if all visits for questions or for summaries are used up. RAG shares the visits of questions."""
     shares = config.token_shares
     pairs: Kind = "qa" if "qa" in shares else "rag"
     ends = []

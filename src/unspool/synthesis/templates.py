@@ -1,6 +1,6 @@
-"""Texts of synthesis: what generators are asked, how their replies are parsed, how conversations are worded.
+"""Texts of synthesis: prompts for generators, parsing of replies, and wording of conversations.
 
-Everything here is a pure function of its arguments. Text that a generator reads is marked as data.
+All functions are pure. Document text in prompts is marked as data.
 """
 
 import re
@@ -32,7 +32,7 @@ class Pair:
     answer: str
 
 
-# Our prompts
+# Built-in prompts
 
 
 PAIR_PROMPT = """Below is one part of a much longer text. Write one question about it, with its answer.
@@ -105,7 +105,7 @@ def support_prompt(part: str, pair: Pair) -> str:
     return fill_data(SUPPORT_PROMPT, part=part, question=pair.question, answer=pair.answer)
 
 
-# Replies: None where a reply does not have the requested form
+# Parsing of replies: None if a reply does not have the requested form
 
 
 def parse_pair(reply: str) -> Pair | None:
@@ -134,13 +134,13 @@ def parse_summary(reply: str) -> str | None:
 
 
 def _parse_one(reply: str, label: str) -> str | None:
-    """What follows the label. A reply without any label is taken as a whole, since nothing else was requested."""
+    """The text after the label. A reply without labels is used whole, because nothing else was requested."""
     found = _labeled(reply)
     return (found.get(label) if found else reply.strip()) or None
 
 
 def _labeled(reply: str) -> dict[str, str]:
-    """The text after each label, up to the first label that occurs again."""
+    """The text after each label, up to the first repeated label."""
     parts = _LABEL.split(reply)
     found: dict[str, str] = {}
     for label, text in zip(parts[1::2], parts[2::2], strict=True):
@@ -154,12 +154,12 @@ def _labeled(reply: str) -> dict[str, str]:
 
 
 def fill(template: str, **values: str) -> str:
-    # In one pass, so that a document that contains "{question}" stays as it is.
+    # Replace in one pass, so that a document that contains "{question}" does not change.
     return _PLACEHOLDER.sub(lambda found: values.get(found[1], found[0]), template)
 
 
 def fill_data(template: str, **values: str) -> str:
-    """Fill in text that cannot close the mark around it."""
+    """Fill in text, escaped so that it cannot close the surrounding tag."""
     return fill(template, **{name: value.replace("</", "<\\/") for name, value in values.items()})
 
 
@@ -173,13 +173,13 @@ def _check_name(where: str, what: str, name: Any, known: Mapping[str, Any]) -> N
 def _check_placeholders(where: str, text: str, required: set[str], optional: set[str]) -> None:
     found = set(_PLACEHOLDER.findall(text))
     if missing := required - found:
-        raise ConfigError(f"{where} has no placeholder {{{min(missing)}}}; add it.")
+        raise ConfigError(f"{where} lacks the placeholder {{{min(missing)}}}; add it.")
     if unknown := found - required - optional:
         known = ", ".join(f"{{{name}}}" for name in sorted(required | optional)) or "none"
         raise ConfigError(f"{where} has an unknown placeholder {{{min(unknown)}}}; allowed: {known}.")
 
 
-# Requests to generators, in our words or in the user's
+# Requests to generators, from built-in or user templates
 
 REQUESTS = "ask"  # their key in the user's file
 # For every request: required and optional placeholders.
@@ -194,21 +194,21 @@ REQUEST_PLACEHOLDERS: dict[str, tuple[set[str], set[str]]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class RequestTemplate:
-    """A request in the user's words."""
+    """A user's template of a request."""
 
     text: str
-    begin: tuple[str, ...] = ()  # one of these is the start of the reply, which the model continues
-    tokens: int | None = None  # longest reply, where it should be shorter than the generator's
+    begin: tuple[str, ...] = ()  # the reply starts with one of these, and the model continues it
+    tokens: int | None = None  # maximum reply tokens, if lower than the generator's
 
     def request(self, max_tokens: int, **values: str) -> Request:
         prompt = fill(self.text, **values)
-        # Chosen by the hash of the prompt, so that equal requests begin alike.
+        # Choose by the hash of the prompt, so that equal requests start equally.
         begin = self.begin[int.from_bytes(sha256(prompt.encode()).digest()[:8]) % len(self.begin)] if self.begin else ""
         return Request(prompt=prompt, max_tokens=min(max_tokens, self.tokens or max_tokens), begin=begin)
 
 
 class RequestTemplates:
-    """Builds all requests, from the user's templates where there are some."""
+    """Builds all requests, from the user's templates if there are any."""
 
     def __init__(self, custom: Mapping[str, RequestTemplate]) -> None:
         self._custom = custom
@@ -220,7 +220,7 @@ class RequestTemplates:
 
     @property
     def in_two_steps(self) -> bool:
-        """Whether question and answer are two requests."""
+        """True if question and answer are two requests."""
         return "question" in self._custom
 
     def pair(self, part: str, max_tokens: int) -> Request:
@@ -240,7 +240,7 @@ class RequestTemplates:
         ]
 
     def join(self, summaries: list[str], max_tokens: int, *, is_whole: bool) -> Request:
-        """Join consecutive summaries; `is_whole` if these are all of the document's."""
+        """Join consecutive summaries. `is_whole` means that they cover the whole document."""
         if "join" in self._custom:
             return self._build("join", max_tokens, summaries="\n\n".join(summaries))
         listed = "\n\n".join(f"{number}. {text}" for number, text in enumerate(summaries, start=1))
@@ -265,9 +265,11 @@ def _load_requests(where: str, given: Any) -> RequestTemplates:
         custom[name] = _load_request(f"{where}.{name}", value)
         _check_placeholders(f"{where}.{name}", custom[name].text, *REQUEST_PLACEHOLDERS[name])
     if ("question" in custom) != ("answer" in custom):
-        raise ConfigError(f"{where} must have both question and answer, or neither: they are sent one after the other.")
+        raise ConfigError(
+            f"{where} must have both question and answer, or neither, because they are sent one after the other."
+        )
     if "question" in custom and "pair" in custom:
-        raise ConfigError(f"{where} has pair as well as question and answer, which replace it; remove one of them.")
+        raise ConfigError(f"{where} has both `pair` and `question` with `answer`; remove one of the two.")
     return RequestTemplates(custom)
 
 
@@ -278,15 +280,15 @@ def _load_request(where: str, value: Any) -> RequestTemplate:
     text, begin, tokens = fields.get("text"), fields.get("begin", []), fields.get("tokens")
     begins = [begin] if isinstance(begin, str) else begin
     if not isinstance(text, str) or not text.strip():
-        raise ConfigError(f"{where} must be a text, or a mapping of text, begin and tokens.")
+        raise ConfigError(f"{where} must be a text, or a mapping with the keys text, begin and tokens.")
     if not isinstance(begins, list) or not all(isinstance(one, str) and one.strip() for one in begins):
-        raise ConfigError(f"{where}.begin must be the first words of a reply, or a list of them.")
+        raise ConfigError(f"{where}.begin must be the first words of a reply, or a list of such texts.")
     if tokens is not None and (not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1):
-        raise ConfigError(f"{where}.tokens must be an integer of at least 1: the longest reply.")
+        raise ConfigError(f"{where}.tokens must be an integer of at least 1, the maximum reply tokens.")
     return RequestTemplate(text=text, begin=tuple(begins), tokens=tokens)
 
 
-# Conversations: the wording around generated texts
+# Wording of conversations around generated texts
 
 _INSTRUCTION: tuple[set[str], set[str]] = (set(), set())
 _ANSWER: tuple[set[str], set[str]] = ({"answer"}, set())
@@ -325,14 +327,14 @@ class Templates:
 
 
 class TemplateUsage:
-    """Chooses templates so that all are used about equally often."""
+    """Chooses templates such that all are used about equally often."""
 
     def __init__(self, templates: Templates, seed: int) -> None:
         self._templates, self._seed = templates, seed
         self._counts: Counter[tuple[str, str, int]] = Counter()
 
     def choose(self, kind: Kind, number: int) -> TemplateChoice:
-        """One of the least used templates of every list, drawn by the seed and the conversation's number."""
+        """A least used template of every list, drawn by the seed and the conversation's number."""
         choice = {}
         for name, texts in self._templates.lists[kind].items():
             counts = [self._counts[kind, name, index] for index in range(len(texts))]
@@ -343,12 +345,12 @@ class TemplateUsage:
         return choice
 
     def release(self, kind: Kind, choice: TemplateChoice) -> None:
-        """Undo `choose` for a conversation that was not kept."""
+        """Undo `choose` for a rejected conversation."""
         self._counts.subtract((kind, name, index) for name, index in choice.items())
 
 
 def load_templates(path: Path | None) -> Templates:
-    """Our templates, with the lists and requests that the user's file replaces."""
+    """The built-in templates, with lists and requests replaced by the user's file."""
     lists: dict[str, dict[str, list[str]]] = yaml.safe_load(
         (files("unspool") / "synthesis" / "templates.yaml").read_text(encoding="utf-8")
     )
@@ -378,6 +380,6 @@ def load_templates(path: Path | None) -> Templates:
 
 def _check_texts(where: str, texts: Any, required: set[str], optional: set[str]) -> None:
     if not isinstance(texts, list) or not texts or not all(isinstance(text, str) and text.strip() for text in texts):
-        raise ConfigError(f"{where} must be a list of at least one text, none of them empty.")
+        raise ConfigError(f"{where} must be a non-empty list of non-empty texts.")
     for number, text in enumerate(texts, start=1):
         _check_placeholders(f"{where}: text {number}", text, required, optional)

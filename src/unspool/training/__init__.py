@@ -1,1 +1,1 @@
-"""One short loop: a stage from a mix of rows to a checkpoint, resumable at any moment."""
+"""Training of one stage: from a mix of datasets to a checkpoint, resumable at any moment."""

@@ -1,7 +1,7 @@
-"""Packed rows to one flat batch, and the parts of it that sequence ranks compute.
+"""Build one flat batch from packed rows, and split it among sequence ranks.
 
-A batch is a single sequence, in which `doc_lens` separate what may attend to each other. So rows of one document,
-packed rows and several rows at once need no special cases.
+A batch is a single sequence; tokens attend only within the spans of `doc_lens`. So rows of one document, packed rows
+and several rows need no special cases.
 """
 
 from collections.abc import Sequence
@@ -22,15 +22,15 @@ _TENSORS = ("tokens", "shift_labels", "position_ids")
 @dataclass(frozen=True, kw_only=True)
 class Batch:
     tokens: Tensor  # int64[T]
-    shift_labels: Tensor  # int64[T]: the token after each; not called `labels`, which others would shift again
+    shift_labels: Tensor  # int64[T]: the next token; not called `labels`, which other code would shift again
     position_ids: Tensor  # int64[T]
-    doc_lens: tuple[int, ...]  # attended lengths, summing to T
+    doc_lens: tuple[int, ...]  # lengths of spans that attend to themselves, summing to T
     row_lens: tuple[int, ...]  # tokens of each row, summing to T
     num_valid: tuple[int, ...]  # labels of each row that carry loss
-    rope_spans: tuple[tuple[int, int], ...]  # tokens in order: how many, and the positions of their whole document
+    rope_spans: tuple[tuple[int, int], ...]  # in token order: number of tokens, and length of their whole document
 
     def to(self, device: torch.device) -> "Batch":
-        """Copy to `device`, without waiting if the arrays are pinned."""
+        """Copy to `device`, without waiting if the tensors are pinned."""
         return replace(self, **{name: getattr(self, name).to(device, non_blocking=True) for name in _TENSORS})
 
     def pinned(self) -> "Batch":
@@ -47,10 +47,10 @@ class Batch:
 
 
 def build_batch(rows: Sequence[Row], *, attention: str) -> Batch:
-    """`attention: full` makes every row one document; `documents` leaves rows marked full as they are."""
+    """Join rows to one batch; `attention="full"` makes every row one document, other values follow each row."""
     tokens = np.concatenate([row.tokens for row in rows])
     row_lens = [len(row.tokens) for row in rows]
-    # Every row ends with a document, so the labels of all rows can be made at once.
+    # Every row ends at a document's end, so the labels of all rows can be computed at once.
     targets = labels(tokens, np.concatenate([row.doc_lens for row in rows]), _loss_mask(rows))
     attended = np.concatenate([attended_by(row, attention) for row in rows])
     if any(row.positions is not None for row in rows):
@@ -70,21 +70,21 @@ def build_batch(rows: Sequence[Row], *, attention: str) -> Batch:
 
 
 def _rope_spans(positions: np.ndarray, attended: np.ndarray) -> tuple[tuple[int, int], ...]:
-    """Largest position + 1 of every span that attends to itself: what length-dependent RoPE calls its length."""
+    """Return the length of every attended span for length-dependent RoPE: its largest position + 1."""
     lengths = np.maximum.reduceat(positions, np.cumsum(attended) - attended) + 1
     return tuple(zip(attended.tolist(), lengths.tolist(), strict=True))
 
 
 def attended_by(row: Row, attention: str) -> np.ndarray:
-    """Lengths of the spans of a row that attend to themselves, in a stage with this `attention`."""
+    """Return the lengths of a row's spans that attend to themselves, in a stage with this `attention`."""
     return attended_lens(row.doc_lens, "full" if attention == "full" else row.attention)
 
 
 def row_sums(losses: Tensor, row_lens: Sequence[int]) -> Tensor:
-    """Sum of token losses by row in float64, without a transfer per row; 0 for a row of length 0."""
+    """Return the sum of token losses per row in float64, without a transfer per row; 0 for a row of length 0."""
     ends = torch.tensor(row_lens).cumsum(0)
     if losses.is_cuda:
-        # From pinned memory, or the host would wait here for the whole backward pass.
+        # Copied from pinned memory; otherwise the host would wait for the whole backward pass.
         ends = ends.pin_memory().to(losses.device, non_blocking=True)
     until = F.pad(losses.double().cumsum(0), (1, 0))[ends]
     return torch.diff(until, prepend=until.new_zeros(1))
@@ -108,16 +108,16 @@ def _loss_mask(rows: Sequence[Row]) -> np.ndarray | None:
 
 
 def split_batch(batch: Batch, rank: int, degree: int, *, ring: int = 1) -> Batch:
-    """The part of a batch that sequence rank `rank` of `degree` computes; `ring` of them form a ring.
+    """Return the part of a batch that sequence rank `rank` of `degree` computes; `ring` ranks form a ring.
 
-    Parts are equally long, and every label is in exactly one of them. `doc_lens` stay those of the whole batch, because
+    Parts are equally long, and every label is in exactly one part. `doc_lens` are those of the whole batch, because
     attention works on whole rows. Rows without tokens in this part have length 0; padding belongs to the last row.
     """
     if degree == 1:
         return batch
     if ring > 1 and len(batch.doc_lens) > 1:
         raise ConfigError(
-            f"parallel: ring={ring} needs rows of one document, and this batch holds {len(batch.doc_lens)}; use ring 1 "
+            f"parallel: ring={ring} needs rows of one document, but this batch holds {len(batch.doc_lens)}; use ring 1 "
             "and ulysses, or attention: full with one row per micro-batch."
         )
     padded = pad_batch(batch, degree * (2 if ring > 1 else 1), own_document=ring == 1)
@@ -145,7 +145,7 @@ def _own_spans(spans: tuple[tuple[int, int], ...], own: Tensor) -> tuple[tuple[i
 def pad_batch(batch: Batch, unit: int, *, own_document: bool) -> Batch:
     """Pad `batch` to a multiple of `unit` with tokens that carry no loss.
 
-    Padding is a document of its own, which costs next to nothing, or the end of the last document, which no other token
+    Padding is a separate document, which costs almost nothing, or the end of the last document, which no other token
     attends to.
     """
     extra = -len(batch.tokens) % unit
@@ -160,16 +160,17 @@ def pad_batch(batch: Batch, unit: int, *, own_document: bool) -> Batch:
         doc_lens=(*before, last, extra) if own_document else (*before, last + extra),
         row_lens=(*batch.row_lens[:-1], batch.row_lens[-1] + extra),
         num_valid=batch.num_valid,
-        # At the end of a document, padding gets that document's frequencies and does not change them.
+        # Padding at the end of a document uses the document's frequencies and does not change them.
         rope_spans=(*batch.rope_spans, (extra, extra)) if own_document else (*spans_before, (count + extra, length)),
     )
 
 
 def sequence_part(length: int, rank: int, degree: int, *, ring: int = 1) -> Tensor:
-    """int64[length / degree]: indices of the tokens that `rank` computes, ascending.
+    """Return int64[length / degree]: ascending indices of the tokens that `rank` computes.
 
-    A ring cuts the row into two pieces per rank and pairs the first with the last, the second with the last but one,
-    and so on, so that all ranks attend to equally many tokens. Each pair is then cut among the Ulysses ranks.
+    A ring splits the row into two pieces per rank and pairs the first piece with the last, the second with the second
+    to last, and so on, so that all ranks attend to equally many tokens. Each pair is then split among the Ulysses
+    ranks.
     """
     indices = torch.arange(length)
     if ring > 1:

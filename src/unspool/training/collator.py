@@ -1,7 +1,7 @@
-"""Packed rows as the batch of anybody's trainer: `transformers.Trainer`, TRL, Accelerate, Lightning, a plain loop.
+"""Collate packed rows for any trainer: `transformers.Trainer`, TRL, Accelerate, Lightning or a plain loop.
 
-Rows become one sequence [1, T] without padding. The batch says where documents end in every way that attention
-implementations read: `doc_lens` (ours), restarting `position_ids` (sdpa, eager, flex) and `cu_seq_lens_q` (flash).
+Rows become one sequence [1, T] without padding. The batch marks document boundaries for every attention implementation:
+`doc_lens` (ours), restarting `position_ids` (sdpa, eager, flex) and `cu_seq_lens_q` (flash).
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from unspool.core.errors import ConfigError, DataError
 from unspool.data.packing.row import IGNORE, Row, position_ids
+from unspool.models.attention.padding import skip_masks
 from unspool.models.checks import check_attention, check_trainable
 from unspool.models.rotary import OWN_ATTENTION, decides_by_document, depends_on_length, head_bases
 from unspool.training.batch import Batch, build_batch
@@ -25,8 +26,8 @@ class Collator:
     """Collate packed rows into a batch for `model(**batch)`, whose loss is the mean over the batch's labels.
 
     Args:
-        model: The model to train. The collator refuses a model that would train on something else than the rows say.
-            Without it, nothing is checked, and the attention must be `attn_implementation="unspool"`.
+        model: The model to train. The collator refuses a model that would compute another loss than the rows define.
+            Without it, nothing is checked, and the model must use `attn_implementation="unspool"`.
         attention: `intra_document` follows each row; `full` lets the documents of a row attend to each other.
 
     Example:
@@ -42,40 +43,40 @@ class Collator:
         if attention not in ATTENTION:
             raise ConfigError(f"Collator: attention {attention!r} is not known; use {' or '.join(ATTENTION)}.")
         self.attention = attention
-        # The name alone: worker processes of a DataLoader get a copy of the collator.
+        # Only the name: worker processes of a DataLoader get a copy of the collator.
         self._implementation = None if model is None else _check_model(model)
 
     def __call__(self, rows: Sequence[Row | Mapping[str, Any]]) -> dict[str, Any]:
-        """Return one batch of all rows."""
+        """Return one batch that holds all rows."""
         found = [row if isinstance(row, Row) else _row_of(row) for row in rows]
         batch = build_batch(found, attention=self.attention)
         self._check_positions(batch)
         return _inputs(batch)
 
     def step(self, rows: Sequence[Row | Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Return the micro-batches of one optimizer step, one per row, for loops that accumulate by themselves.
+        """Return the micro-batches of one optimizer step, one per row, for loops that accumulate gradients themselves.
 
-        Each has `num_items_in_batch`, the labels of the whole step, by which models of `transformers` divide the sum
-        of the token losses. So the gradients of `model(**batch).loss` add up to that of the mean over the step.
+        Each has `num_items_in_batch`, the number of labels in the whole step. Models of `transformers` divide the sum
+        of token losses by it, so the gradients of `model(**batch).loss` add up to that of the mean over the step.
         """
         batches = [self([row]) for row in rows]
         num_items = sum(int((batch["shift_labels"] != IGNORE).sum()) for batch in batches)
         return [batch | {"num_items_in_batch": num_items} for batch in batches]
 
     def _check_positions(self, batch: Batch) -> None:
-        """Refuse skipped positions (PoSE) where attention takes every skip for the start of a document."""
+        """Refuse skipped positions (PoSE) if the attention treats every skip as the start of a document."""
         if self._implementation == OWN_ATTENTION or (self._implementation or "").startswith("flash_attention"):
             return
         if batch.position_ids.tolist() == position_ids(np.array(batch.doc_lens)).tolist():
             return
         if self._implementation is None:
             raise ConfigError(
-                "Collator: these rows skip positions (PoSE), which only some attention implementations keep apart from "
-                "document boundaries; use Collator(model), which checks it."
+                "Collator: these rows skip positions (PoSE), which only some attention implementations can distinguish "
+                "from document boundaries; use Collator(model), which checks it."
             )
         raise ConfigError(
-            f"Collator: these rows skip positions (PoSE), and attention {self._implementation!r} would take every skip "
-            f"for a new document; load the model with attn_implementation={OWN_ATTENTION!r}."
+            f"Collator: these rows skip positions (PoSE), and attention {self._implementation!r} treats every skip "
+            f"as a new document; load the model with attn_implementation={OWN_ATTENTION!r}."
         )
 
 
@@ -83,20 +84,20 @@ def _inputs(batch: Batch) -> dict[str, Any]:
     ends = torch.tensor([*accumulate(batch.doc_lens, initial=0)], dtype=torch.int32)
     longest = max(batch.doc_lens)
     return batch.model_inputs | {
-        # Not shifted, for code that shifts `labels` itself; `transformers` uses `shift_labels` as they are.
+        # Not shifted, for code that shifts `labels` itself; `transformers` does not shift `shift_labels` again.
         "labels": F.pad(batch.shift_labels[:-1], (1, 0), value=IGNORE)[None],
         "shift_labels": batch.shift_labels[None],
         "cu_seq_lens_q": ends,
         "cu_seq_lens_k": ends,
         "max_length_q": longest,
         "max_length_k": longest,
-        # With a cache, which is the default, `transformers` would not look for documents in `position_ids`.
+        # With a cache, the default, `transformers` would ignore document boundaries in `position_ids`.
         "use_cache": False,
     }
 
 
 def _row_of(item: Mapping[str, Any]) -> Row:
-    """The row of a mapping as `PackedDataset.to_hf()` has it: input_ids, seq_lengths; maybe labels, position_ids."""
+    """Build a row from a mapping of `PackedDataset.to_hf()`: input_ids, seq_lengths; optional labels, position_ids."""
     missing = [name for name in ("input_ids", "seq_lengths") if name not in item]
     if missing:
         raise DataError(
@@ -106,7 +107,7 @@ def _row_of(item: Mapping[str, Any]) -> Row:
     tokens, doc_lens = (np.asarray(item[name], dtype=np.int64) for name in ("input_ids", "seq_lengths"))
     if doc_lens.sum() != len(tokens) or (doc_lens < 1).any():
         raise DataError(
-            f"Collator: seq_lengths of a row add up to {doc_lens.sum()}, and it has {len(tokens)} input_ids; "
+            f"Collator: seq_lengths of a row add up to {doc_lens.sum()}, but it has {len(tokens)} input_ids; "
             "do not truncate or pad packed rows."
         )
     loss_mask = None
@@ -133,15 +134,15 @@ def _row_of(item: Mapping[str, Any]) -> Row:
 
 
 def _check_model(model: Any) -> str:
-    """Refuse a model that would compute something else; returns the name of its attention."""
+    """Refuse a model that would compute another loss; return the name of its attention."""
     name = str(model.config._attn_implementation)
     if name != OWN_ATTENTION and head_bases(model) is not None:
         raise ConfigError(
-            f"Collator: attention {name!r} knows no base per head (HARPE); load the model with unspool.load."
+            f"Collator: attention {name!r} does not support a base per head (HARPE); load the model with unspool.load."
         )
     if depends_on_length(model) and not decides_by_document(model):
         raise ConfigError(
-            "Collator: this model's RoPE frequencies depend on the length of the input, which would be that of the "
+            "Collator: this model's RoPE frequencies depend on the input length, which would be that of the "
             "longest document of a batch; load the model with unspool.load."
         )
     was_training = model.training
@@ -152,4 +153,6 @@ def _check_model(model: Any) -> str:
         check_trainable(model)
     finally:
         model.train(was_training)
+    if name == OWN_ATTENTION:
+        skip_masks(model)
     return name

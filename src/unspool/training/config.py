@@ -1,4 +1,4 @@
-"""One entry of a recipe's `stages`. Needs no torch."""
+"""Config of a training stage: one entry of a recipe's `stages`. Imports no torch."""
 
 from dataclasses import fields
 from typing import Annotated, Literal
@@ -37,12 +37,12 @@ class SamplesConfig(Config):
 
 
 def is_due(every: int | None, step: int, steps: int) -> bool:
-    """Whether to validate or sample now: before the first step, every `every` steps, and after the last."""
+    """Return whether to validate or sample now: before the first step, every `every` steps, and after the last."""
     return step % (every or max(1, steps // 10)) == 0 or step == steps
 
 
 class GuardConfig(Config):
-    """What to do about a bad step. A skipped step changes no weight, and its rows are not used again."""
+    """Handling of bad steps. A skipped step changes no weight, and its rows are not used again."""
 
     nan: Literal["stop", "skip"] = Field(
         "stop", description="What to do if the loss or the gradient is not finite: stop the stage, or skip the step."
@@ -67,7 +67,7 @@ ROWS_PER_STEP = 8
 
 
 class AttentionDistillationConfig(Config):
-    """Fit queries and keys so that each layer attends as in the model that the stage starts from."""
+    """Fit queries and keys so that each layer attends as in the stage's starting model."""
 
     datasets: str | dict[str, float] = Field(
         description="Dataset, or datasets with shares of tokens. Their rows must not exceed the context length before "
@@ -121,7 +121,7 @@ class AttentionDistillationConfig(Config):
 
 
 class ReportedHours(Config):
-    """What a paper says that a stage took; `unspool plan` prints it beside its own estimate."""
+    """Hours that a paper reports for a stage; `unspool plan` prints them next to its own estimate."""
 
     source: str = Field(min_length=1, description="Paper and table.")
     gpu: str = Field(min_length=1, description="Device that the hours refer to, such as H100.")
@@ -242,7 +242,7 @@ class StageConfig(Config):
         if self.validation and self.validation.dataset in self.mix:
             raise ValueError(
                 f"validation.dataset {self.validation.dataset} is in the mix, so it is not held out; use a dataset "
-                "that is made from another source"
+                "from another source"
             )
         return self
 
@@ -257,7 +257,7 @@ class StageConfig(Config):
         if distillation and self.validation and self.validation.dataset in distillation.shares:
             raise ValueError(
                 f"validation.dataset {self.validation.dataset} is in attention_distillation.datasets, so it is not "
-                "held out; use a dataset that is made from another source"
+                "held out; use a dataset from another source"
             )
         return self
 
@@ -265,7 +265,7 @@ class StageConfig(Config):
     @classmethod
     def _check_rates(cls, lr_overrides: dict[str, float]) -> dict[str, float]:
         if any(lr < 0 or not name for name, lr in lr_overrides.items()):
-            raise ValueError("every lr must be 0 or more, after a substring of parameter names, such as {q_proj: 1e-4}")
+            raise ValueError("give substrings of parameter names with an lr of 0 or more, such as {q_proj: 1e-4}")
         return lr_overrides
 
     @model_validator(mode="after")
@@ -290,7 +290,7 @@ class StageConfig(Config):
             )
         if self.export_context_length and self.export_context_length > self.context_length:
             raise ValueError(
-                "export_context_length must not exceed context_length: the model was not trained on longer rows"
+                "export_context_length must not exceed context_length: the model is not trained on longer rows"
             )
         is_shorter = self.export_context_length and self.export_context_length < self.context_length
         if is_shorter and self.rope.uses_max_positions:
@@ -327,7 +327,7 @@ class StageConfig(Config):
         return self.micro_batch_tokens or self.context_length
 
     def ranks_problem(self) -> str | None:
-        """Why these settings do not work on several ranks, in whatever layout; None if they do."""
+        """Return why these settings do not work on several ranks in any layout; None if they do."""
         if self.samples and self.parallel.offload:
             return "samples cannot be combined with parallel.offload; remove one of them."
         return self.optimizer.sharding_problem()

@@ -1,8 +1,8 @@
-"""The host memory of a stage: what it needs, what the machine has left, and what is reduced or refused.
+"""The host memory of a stage: its needs, the available memory, and settings that are reduced or refused.
 
-The ranks of a machine share its memory, and all of them decide alike. Kept results of layers are reduced until they
-fit, because those layers can be recomputed. Anything else that does not fit is refused before a weight is loaded: the
-system would end the process later, without a message.
+The ranks of a machine share its memory, and all ranks make the same decision. The number of layers with kept results is
+reduced until they fit, because other layers can be recomputed. Anything else that does not fit is refused before a
+weight is loaded. Otherwise the system would kill the process later, without a message.
 """
 
 import logging
@@ -26,23 +26,23 @@ logger = logging.getLogger(__name__)
 
 GIB = 1 << 30
 
-# Of the available memory: the rest is for file cache, checkpoints in progress and other programs.
+# Share of the available memory that a stage may use; the rest is for the file cache, checkpoints and other programs.
 SHARE = 0.9
-# The process itself with CUDA's libraries and context.
+# Bytes of the process itself, with CUDA's libraries and context.
 PROCESS_BYTES = 3 << 30
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostRoom:
-    """One rank's share of its machine's memory: the smallest of all ranks."""
+    """One rank's share of its machine's memory: the smallest share of all ranks."""
 
     available: int
     total: int
     owner: str
-    ranks: int  # that share it
+    ranks: int  # ranks that share the machine
 
     def bytes(self, *, process: int = 0) -> float:
-        """Bytes for tensors of one rank, besides `process` bytes that it will take itself."""
+        """Bytes for the tensors of one rank, besides `process` bytes for the process itself."""
         return SHARE * self.available / self.ranks - process
 
     def __str__(self) -> str:
@@ -52,14 +52,14 @@ class HostRoom:
 
 @dataclass(frozen=True, kw_only=True)
 class HostNeeds:
-    """Bytes of one rank, besides activations."""
+    """Bytes of host memory that one rank needs, besides activations."""
 
     loading: int  # the model in fp32 while it is loaded
     states: int  # weights, gradients and optimizer state in host memory
 
 
 def measure_room(dist_context: DistContext) -> HostRoom | None:
-    """Measure on every rank before any loads anything; the same answer on all. None where memory is unknown."""
+    """Measure every rank's memory before loading; the result is the same on all ranks. None if unknown."""
     found = gather_on_leader(dist_context.ranks, _own_facts(measure_host_memory()))
     chosen = dist_context.from_leader(lambda: smallest_share(found))
     return HostRoom(**chosen) if chosen is not None else None
@@ -70,7 +70,7 @@ def _own_facts(memory: HostMemory | None) -> list[Any] | None:
 
 
 def smallest_share(facts: list[list[Any] | None]) -> dict[str, Any] | None:
-    """Of what ranks measured, the one with the least memory per rank of its machine."""
+    """Return the measurement with the least memory per rank of its machine."""
     known = [fact for fact in facts if fact is not None]
     on_host = Counter(host for host, *_ in known)
     shares = [
@@ -81,7 +81,7 @@ def smallest_share(facts: list[list[Any] | None]) -> dict[str, Any] | None:
 
 
 def count_params(model: str | NewModel) -> int:
-    """Parameters by the headers of a folder's weight files; 0 where there is no such folder."""
+    """Count parameters by the headers of a folder's weight files; 0 if the folder does not exist."""
     if isinstance(model, NewModel) or not Path(model).is_dir():
         return 0
     headers = (read_header(path) for path in set(weight_files(Path(model)).values()))
@@ -89,7 +89,7 @@ def count_params(model: str | NewModel) -> int:
 
 
 def stage_needs(stage: StageConfig, num_params: int, *, num_shards: int, loads_full: bool, on_cuda: bool) -> HostNeeds:
-    """`num_shards`: ranks that share weights, gradients and optimizer state."""
+    """Return the needs of a stage; `num_shards` ranks share weights, gradients and optimizer state."""
     states = num_params * (2 * FP32_BYTES + stage.optimizer.state_bytes()) / num_shards
     on_host = not on_cuda or (stage.parallel.offload and num_shards > 1)
     return HostNeeds(loading=FP32_BYTES * num_params if loads_full else 0, states=int(states) if on_host else 0)
@@ -98,9 +98,9 @@ def stage_needs(stage: StageConfig, num_params: int, *, num_shards: int, loads_f
 def fit_stage(
     stage: StageConfig, widths: LayerWidths, needs: HostNeeds, room: HostRoom, *, tokens: int, on_cuda: bool
 ) -> tuple[StageConfig, str | None]:
-    """The stage with memory settings that fit, and a sentence about what was reduced; ConfigError if nothing fits.
+    """Return the stage with settings that fit, and a sentence about reduced settings; ConfigError if nothing fits.
 
-    `tokens` are those of one rank and micro-batch.
+    `tokens` is the number of tokens of one rank in one micro-batch.
     """
     element = BF16_BYTES if on_cuda else FP32_BYTES
     free = room.bytes(process=PROCESS_BYTES if on_cuda else 0)
@@ -148,7 +148,7 @@ def settle_host_memory(
     num_shards: int,
     loads_full: bool,
 ) -> StageConfig:
-    """The stage as this machine can train it. All ranks call this before any of them loads the model."""
+    """Return the stage with settings that fit this machine. All ranks must call this before any loads the model."""
     room = measure_room(dist_context)
     if room is None:
         return stage

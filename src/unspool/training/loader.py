@@ -1,8 +1,8 @@
 """Rows of each step as micro-batches, built in a thread while the previous step computes.
 
-The rows of a step depend on its number alone, whatever the number of ranks. Data ranks get micro-batches of about equal
-cost (data/mixture.py), and each builds only its own; ranks that share a row get their parts of it. Two steps of rows
-are in memory, pinned where a GPU copies them.
+The rows of a step depend only on its number, not on the number of ranks. Data ranks get micro-batches of about equal
+cost (data/mixture.py), and each builds only its own. Ranks that share a row get their parts of it. The rows of two
+steps are in memory, pinned if a GPU copies them.
 """
 
 import json
@@ -21,21 +21,21 @@ from unspool.training.batch import Batch, attended_by, build_batch, split_batch
 from unspool.training.config import StageConfig
 from unspool.training.parallel.mesh import SINGLE_RANK, RankCoords
 
-Picks = Sequence[Sequence[tuple[str, int]]]  # by slot of one context length: dataset and index of each row
+Picks = Sequence[Sequence[tuple[str, int]]]  # per slot of one context length: dataset and index of each row
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepBatches:
-    """Rows of one optimizer step, and this rank's micro-batches of them."""
+    """The rows of one optimizer step, and this rank's micro-batches."""
 
-    picks: Picks  # of all ranks
-    doc_lens: tuple[int, ...]  # spans that attend to themselves, of all ranks
+    picks: Picks  # rows of all ranks
+    doc_lens: tuple[int, ...]  # lengths of spans that attend to themselves, of all ranks
     names: tuple[str, ...]  # dataset of every row of this rank, in the order of the batches
     batches: tuple[Batch, ...]  # one per micro-batch of this rank
 
     @property
     def num_valid(self) -> int:
-        """Labels of this rank's batches that carry loss."""
+        """Number of labels in this rank's batches that carry loss."""
         return sum(sum(batch.num_valid) for batch in self.batches)
 
 
@@ -47,7 +47,7 @@ def build_step(
     coords: RankCoords = SINGLE_RANK,
     shape: ModelShape | None = None,
 ) -> StepBatches:
-    """`shape` is the model's, for the cost of rows; required with several data ranks."""
+    """Build this rank's micro-batches of a step. `shape`, for the cost of rows, is required with several data ranks."""
     slots_per_micro = stage.tokens_per_pass // stage.context_length
     micros = [
         [(name, rows[name][index]) for slot in picks[start : start + slots_per_micro] for name, index in slot]
@@ -70,11 +70,11 @@ def build_step(
 
 
 def _check_tokens(stage: StageConfig, micros: Sequence[Sequence[tuple[str, Row]]], size: int) -> None:
-    # All ranks see all rows of a step, so that all of them refuse alike.
+    # Every rank checks all rows of a step, so that all ranks raise the same error.
     for name, row in (one for micro in micros for one in micro):
         highest = int(row.tokens.max())
         if highest >= size:
-            raise ConfigError(f"stage {stage.name}: dataset {name} holds token {highest}, and {no_embedding(size)}")
+            raise ConfigError(f"stage {stage.name}: dataset {name} contains token {highest}, but {no_embedding(size)}")
 
 
 def _build_own_batch(rows: Sequence[Row], stage: StageConfig, coords: RankCoords) -> Batch:
@@ -83,7 +83,7 @@ def _build_own_batch(rows: Sequence[Row], stage: StageConfig, coords: RankCoords
 
 
 def step_picks(stage: StageConfig, mix: Mix, step: int) -> Picks:
-    """Rows of step 1, 2, …: a function of the seed and the step, so that resuming needs no state."""
+    """Yield the rows of steps 1, 2, …: a function of seed and step, so that resuming needs no state."""
     slots = stage.batch_tokens // stage.context_length
     return [mix.slot(index) for index in range((step - 1) * slots, step * slots)]
 
@@ -98,7 +98,7 @@ def load_steps(
     coords: RankCoords = SINGLE_RANK,
     shape: ModelShape | None = None,
 ) -> Iterator[tuple[int, StepBatches]]:
-    """Yield steps `first` to the stage's last, each built in a thread while the previous one is trained."""
+    """Yield the batches of steps `first` to the last, each built in a thread while the previous step is trained."""
 
     def build(step: int) -> StepBatches:
         built = build_step(stage, rows, step_picks(stage, mix, step), coords=coords, shape=shape)
@@ -118,7 +118,7 @@ def pinned(step: StepBatches) -> StepBatches:
 
 
 def model_shape(model: Any) -> ModelShape:
-    """The shape of a loaded model, for the cost of rows."""
+    """Return the shape of a loaded model, for the cost of rows."""
     config = model.config.get_text_config()
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return ModelShape(
@@ -149,9 +149,9 @@ def read_ledger(path: Path) -> list[dict[str, Any]]:
 
 
 def find_gaps(entries: Iterable[Mapping[str, Any]], sizes: Mapping[str, int], *, steps: int) -> list[str]:
-    """Problems of a stage's ledger, given its number of steps and the sizes of its datasets; empty if there are none.
+    """Return the problems of a stage's ledger, given its number of steps and the sizes of its datasets.
 
-    Every step must be there once and in order. Of every dataset, each row must come once before any is repeated.
+    Every step must be listed once and in order. Each row of a dataset must appear once before any row is repeated.
     """
     entries = list(entries)
     numbers = [entry["step"] for entry in entries]
@@ -163,7 +163,7 @@ def find_gaps(entries: Iterable[Mapping[str, Any]], sizes: Mapping[str, int], *,
         drawn = [index for entry in entries for index in entry["rows"].get(name, [])]
         for epoch, begin in enumerate(range(0, len(drawn), size)):
             of_epoch = drawn[begin : begin + size]
-            # A full epoch without a repeat has no gap either.
+            # A full epoch without a repeated row has no missing row.
             if len(set(of_epoch)) != len(of_epoch) or not set(of_epoch) <= set(range(size)):
                 problems.append(f"dataset {name}: a row comes twice in epoch {epoch + 1}, so another is missing")
     return problems

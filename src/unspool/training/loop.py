@@ -1,8 +1,8 @@
 """The training loop of a stage: rows, step, guard, metrics, checkpoints.
 
-A bad step is stopped or skipped before it changes a weight, and its rows are named. On SIGTERM or Ctrl-C the current
-step is finished and saved. Ranks run the loop together and decide alike, because they see the same numbers; the leader
-writes.
+A bad step stops the stage or is skipped before it changes a weight, and the message names its rows. On SIGTERM or
+Ctrl-C, the current step is finished and saved. All ranks run the loop and make the same decisions, because they have
+the same numbers; the leader writes.
 """
 
 import logging
@@ -36,10 +36,11 @@ from unspool.training.step import StepResult, start_step, train_step
 
 logger = logging.getLogger(__name__)
 
-# Devices that compute while the host logs.
+# Types of devices that compute while the host logs.
 LOGGED_LATE = ("cuda",)
-# The last step needs no checkpoint if the steps since the one before took less: the export follows at once, and a kill
-# in between costs them. A checkpoint of an 8B model takes as long to write as its export.
+# The last step needs no checkpoint if repeating the steps since the previous one takes less time than writing it: the
+# export follows at once, so only a kill before its end costs these steps. A checkpoint of an 8B model takes as long to
+# write as its export.
 CHEAP_S = 300.0
 
 
@@ -137,7 +138,7 @@ def run_steps(
 
 
 class StepLog:
-    """Ledger and metrics of steps, and the guard's decision about them, when their numbers have arrived."""
+    """Writes the ledger and metrics of a step, and applies the guard, when the step's numbers have arrived."""
 
     def __init__(self, stage: StageConfig, guard: SpikeGuard, metrics: MetricsLogger, ledger: JsonlLog | None) -> None:
         self._stage, self._guard, self._metrics, self._ledger = stage, guard, metrics, ledger
@@ -148,7 +149,7 @@ class StepLog:
         self._waiting = step, lr, batches, found
 
     def settle(self) -> None:
-        """Log the step that waits, if there is one; UnspoolError if the guard stops the stage at it."""
+        """Log the pending step, if there is one; UnspoolError if the guard stops the stage at it."""
         if self._waiting is None:
             return
         (step, lr, batches, found), self._waiting = self._waiting, None
@@ -180,7 +181,7 @@ def _same(result: StepResult) -> StepResult:
 
 
 def _may_log_late(training: Training) -> bool:
-    """Whether the decision about a step needs nothing but its own numbers, so that the device can take it."""
+    """Return whether the decision about a step needs only the step's own numbers, so that the device can make it."""
     alone = training.dist_context is None or training.dist_context.mesh is None
     return (
         training.device.type in LOGGED_LATE
@@ -192,13 +193,13 @@ def _may_log_late(training: Training) -> bool:
 
 
 def _is_cheap(stage: StageConfig, saved_at: float) -> bool:
-    """Whether the steps since the last checkpoint are cheaper to repeat than to save, just before the export."""
+    """Return whether repeating the steps since the last checkpoint is cheaper than saving, just before the export."""
     more = stage.attention_distillation is not None and stage.attention_distillation.after > 0
     return not more and time.monotonic() - saved_at < CHEAP_S
 
 
 def _extra_metrics(problem: str | None, result: StepResult) -> dict[str, Any]:
-    """Keys of `metrics.jsonl` that only some steps have."""
+    """Return the keys of `metrics.jsonl` that only some steps have."""
     found: dict[str, Any] = {"wrong": problem} if problem else {}
     if result.distance is not None:
         found["attention_distillation"] = result.distance if math.isfinite(result.distance) else None
@@ -206,7 +207,7 @@ def _extra_metrics(problem: str | None, result: StepResult) -> dict[str, Any]:
 
 
 def _agree_on_stop(asked: Signals | None, dist_context: DistContext) -> Signals | None:
-    """A signal may reach only some ranks, or some a step later; all stop after the same step."""
+    """Agree on a stop signal. It may reach only some ranks, or some later, but all ranks stop after the same step."""
     return asked or SIGTERM if dist_context.ranks.any(asked is not None) else None
 
 

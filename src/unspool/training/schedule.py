@@ -1,4 +1,4 @@
-"""What decides about a step before and after it runs: learning rate, spike guard, stop signals."""
+"""Learning rate, spike guard and stop signals: the decisions about a step before and after it runs."""
 
 import logging
 import math
@@ -20,7 +20,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 def learning_rate(stage: StageConfig, step: int) -> float:
-    """Learning rate of step 1 … `stage.steps`: linear warm-up, then a cosine down to `min_lr_ratio`."""
+    """Return the learning rate of step 1 … `stage.steps`: linear warm-up, then a cosine decay to `min_lr_ratio`."""
     warmup_steps = int(stage.warmup_ratio * stage.steps)
     if step <= warmup_steps:
         return stage.lr * step / warmup_steps
@@ -49,7 +49,7 @@ class SpikeGuard:
         return self._limit(self._norms, self.config.grad_factor)
 
     def find_problem(self, loss: float, grad_norm: float) -> str | None:
-        """Why this step must not change weights; None for a good one. Agrees with `allows` and `max_norm`."""
+        """Return why this step must not change weights; None for a good step. Agrees with `allows` and `max_norm`."""
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             return "the loss or gradient is not finite"
         if not self.allows(loss):
@@ -59,7 +59,7 @@ class SpikeGuard:
         return None
 
     def record(self, loss: float, grad_norm: float, problem: str | None) -> bool:
-        """Record a step and its problem. Returns whether the stage may continue."""
+        """Record a step and its problem; return whether the stage may continue."""
         if problem is None:
             self._losses.append(loss)
             self._norms.append(grad_norm)
@@ -91,14 +91,14 @@ def _spike(what: str, value: float, factor: float, recent: deque[float]) -> str:
 
 
 class StoppedError(SystemExit):
-    """The run stopped as asked, and has printed so: not an error, so no traceback."""
+    """The run stopped on request and has reported it. Not an error, so there is no traceback."""
 
     def __init__(self, number: int) -> None:
         super().__init__(128 + number)
 
 
 class StopRequest:
-    """The signal that asked this run to stop, if any."""
+    """The stop signal that this run has received, if any."""
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
@@ -106,12 +106,11 @@ class StopRequest:
 
 @contextmanager
 def catch_stop_signals(name: str, *, ranks: int = 1) -> Iterator[StopRequest]:
-    """Inside, the first SIGTERM or Ctrl-C only sets `signal`, so that the step can be finished and saved.
+    """Inside the context, the first SIGTERM or Ctrl-C only sets `signal`, so that the step can be finished and saved.
 
     A second signal ends the process at once, except SIGTERM in a job of several `ranks`: Slurm sends it to every
-    process of a job, and torchrun sends it to its ranks once more.
-    Has no effect outside of the main thread, where Python delivers signals.
-    The exit code is the shell's: 143 for SIGTERM (Slurm sends it before it takes a machine away), 130 for Ctrl-C.
+    process of a job, and torchrun sends it to its ranks again. Works only in the main thread, where Python delivers
+    signals. Exit codes follow the shell: 143 for SIGTERM (which Slurm sends before it preempts a job), 130 for Ctrl-C.
     """
     stop = StopRequest()
     if threading.current_thread() is not threading.main_thread():

@@ -1,10 +1,10 @@
-"""One stage from top to bottom: load, resume or start, train, export, publish.
+"""Run one stage: load, resume or start, train, export, publish.
 
-`stages/<name>/` then holds the model as a Hugging Face folder, `metrics.jsonl`, `ledger.jsonl` and the state that a
-later stage continues from. A stage that is killed at any moment and rerun ends with the same weights. With `parallel`,
-all ranks run this together on a shared folder, and the leader writes. The result is that of one rank up to rounding,
-and any number of ranks can resume from what any other number has saved. A model that cannot be read shard by shard
-(parallel/fsdp.py) is loaded in full by every rank, into host memory.
+Afterwards `stages/<name>/` holds the model as a Hugging Face folder, `metrics.jsonl`, `ledger.jsonl` and the state for
+a later stage. A stage that is killed at any moment and rerun ends with the same weights. With `parallel`, all ranks run
+this together on a shared folder, and the leader writes. The result equals that of one rank up to rounding, and a run
+can resume on any number of ranks. If a model cannot be read shard by shard (parallel/fsdp.py), every rank loads it in
+full into host memory.
 """
 
 import errno
@@ -71,8 +71,8 @@ KIND = "stage"
 LOGS = (LEDGER, METRICS, VALIDATION, SAMPLES)
 
 
-# Settings that change a result by rounding at most: saving, validation, memory, ranks. The guard is one of them, so
-# that a stage which stopped at a bad step can resume with a guard that skips it.
+# Settings that change a result at most by rounding: saving, validation, memory, ranks. They include the guard, so that
+# a stage that stopped at a bad step can resume with a guard that skips it.
 NEUTRAL_SETTINGS = {
     "checkpoint_every",
     "eval_every",
@@ -89,7 +89,7 @@ NEUTRAL_SETTINGS = {
 
 @dataclass(frozen=True, kw_only=True)
 class StageInputs:
-    """Files that a stage starts from."""
+    """The input files of a stage."""
 
     model: str | NewModel  # folder, GGUF file, Hub id, or a new model
     datasets: dict[str, Path]
@@ -158,7 +158,7 @@ def run_stage(
         done = resume(work, updater, guard, logs=LOGS, seed=seed, stage=stage.name, dist_context=dist_context)
     if dist_context.is_leader:
         _announce(stage, mix, reason, done=done, dist_context=dist_context)
-    # No rank reads the logs before the leader has cut them back to the checkpoint.
+    # No rank reads the logs before the leader has truncated them to the checkpoint.
     dist_context.barrier()
     with _require_disk(stage, work):
         with build_logger(
@@ -192,7 +192,7 @@ def run_stage(
 
 
 def _facts(stage: StageConfig, inputs: StageInputs, *, seed: int) -> dict[str, Any]:
-    """What all ranks must have alike, without reading weights."""
+    """Return the facts that must be equal on all ranks, without reading weights."""
     folders = inputs.datasets | inputs.attention_distillation
     folders |= {"of validation": inputs.validation} if inputs.validation else {}
     model = inputs.model
@@ -205,10 +205,10 @@ def _facts(stage: StageConfig, inputs: StageInputs, *, seed: int) -> dict[str, A
 
 
 def _find_work(stage: StageConfig, out_dir: Path, identity: dict[str, Any]) -> str | None:
-    """Why the stage has to be trained; None if it is up to date."""
+    """Return why the stage must be trained; None if it is up to date."""
     reason = stale_reason(out_dir, **identity)
     if reason is None:
-        # A kill just after publishing leaves checkpoints behind; work on another recipe stays.
+        # A kill just after publishing leaves checkpoints behind; the work of another recipe is kept.
         work = _work_path(out_dir)
         if (work / KEY).is_file() and (work / KEY).read_text() == digest(identity):
             remove(work)
@@ -224,7 +224,7 @@ def _prepare_work(stage: StageConfig, out_dir: Path, identity: dict[str, Any]) -
 def stage_reason(
     stage: StageConfig, inputs: StageInputs, out_dir: Path, *, seed: int, device: torch.device
 ) -> str | None:
-    """Why `run_stage` would train; None if `out_dir` is up to date."""
+    """Return why `run_stage` would train; None if `out_dir` is up to date."""
     return stale_reason(out_dir, **_identity(stage, inputs, seed=seed, device=device))
 
 
@@ -240,7 +240,7 @@ def _mix(stage: StageConfig, inputs: StageInputs, rows: dict[str, RowSet], *, se
 
 
 def _order(stage: StageConfig, inputs: StageInputs) -> str:
-    """Stages that start from the same model see the same rows; one that continues another stage sees new ones."""
+    """Return the order of rows: the same for stages with the same starting model, new for a continued stage."""
     return stage.name if inputs.moments else ""
 
 
@@ -258,7 +258,7 @@ def _announce(stage: StageConfig, mix: Mix, reason: str, *, done: int, dist_cont
 
 @contextmanager
 def _require_disk(stage: StageConfig, work: Path) -> Iterator[None]:
-    """Turn a full disk into a message. Checkpoints can be skipped then, the result cannot."""
+    """Turn a full disk into a message. Checkpoints can be skipped, but the result cannot."""
     try:
         yield
     except OSError as error:
@@ -281,8 +281,8 @@ def _identity(stage: StageConfig, inputs: StageInputs, *, seed: int, device: tor
     }
     if isinstance(model, NewModel):
         hashes["tokenizer"] = model_digest(model.tokenizer)
-    # Memory settings change no result, so `activation_checkpointing` always counts as none. Defaults of younger keys
-    # are left out.
+    # Memory settings change no result, so `activation_checkpointing` is always recorded as none. Defaults of keys that
+    # were added later are omitted.
     defaults = {"optimizer": AdamWConfig(), "attention_distillation": None, "optimizer_state": "keep"}
     own = NEUTRAL_SETTINGS | {key for key, default in defaults.items() if getattr(stage, key) == default}
     settings = stage.model_dump(mode="json", exclude=own) | {"activation_checkpointing": "none"}
@@ -315,14 +315,14 @@ def _build(
     device: torch.device,
     dist_context: DistContext,
 ) -> tuple[Any, Any]:
-    """Model in fp32 and tokenizer, with the stage's RoPE settings and special tokens."""
+    """Build the fp32 model and the tokenizer, with the stage's RoPE settings and special tokens."""
     sharded = load_sharded(stage, inputs.model, inputs.datasets, device=device, dist_context=dist_context)
     if sharded is not None:
         tokenizer = load_tokenizer(str(inputs.model))
         _take_template(tokenizer, stage, inputs)
         load_stage_weights(sharded, stage_state)
         return sharded, tokenizer
-    # A model that will be sharded is loaded into host memory, and goes to the device layer by layer.
+    # A model to be sharded is loaded into host memory, and moved to the device layer by layer.
     mesh = dist_context.mesh
     load_device = device if mesh is None or _needs_device(stage) else torch.device("cpu")
     if isinstance(inputs.model, NewModel):
@@ -343,7 +343,7 @@ def _build(
 
 
 def _load_start(inputs: StageInputs, ref: str, device: torch.device) -> tuple[Any, Any]:
-    """The model that a stage starts from, with its own RoPE and the special tokens of rows, and its tokenizer."""
+    """Load a stage's starting model with its own RoPE and the rows' special tokens, and its tokenizer."""
     tokenizer = load_tokenizer(ref)
     model = load_model(ref, device=device, dtype=torch.float32)
     check_trainable(model)
@@ -365,7 +365,7 @@ def _take_template(tokenizer: Any, stage: StageConfig, inputs: StageInputs) -> N
 
 
 def _needs_device(stage: StageConfig) -> bool:
-    """Whether settings are tested, or allocate memory, on the device of the weights."""
+    """Return whether settings are tested, or allocate memory, on the device of the weights."""
     return bool(stage.compile or stage.offload or stage.keep_on_host)
 
 

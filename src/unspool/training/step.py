@@ -1,8 +1,8 @@
 """One optimizer step: the loss is a sum over valid tokens divided by the step's count of them.
 
-So neither loss nor gradient depends on micro-batches or ranks: every rank has its part of the sum and divides by the
-count of all ranks. A CPU computes in the model's own precision, which is fp32 unless configured otherwise. A GPU
-computes in bf16, to which `build_updater` converts the weights; a model that is still fp32 runs under autocast.
+So neither loss nor gradient depends on micro-batches or ranks: every rank divides its part of the sum by the count of
+all ranks. A CPU computes in the model's own precision, which is fp32 unless configured otherwise. A GPU computes in
+bf16, to which `build_updater` converts the weights; an fp32 model runs under autocast.
 """
 
 import math
@@ -25,16 +25,16 @@ METHOD = "loss_pass"
 
 
 def batch_loss(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-    """`loss_pass` of a plain model or an FSDP model, whose hooks need a method call."""
+    """Call `loss_pass` on a plain model, or as a method of an FSDP model, whose hooks need a method call."""
     method = getattr(model, METHOD, None)
     found: tuple[Tensor, Tensor] = loss_pass(model, batch) if method is None else method(batch)
     return found
 
 
 def loss_pass(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Summed loss with its graph, and the loss of every token."""
+    """Return the summed loss with its autograd graph, and the loss of every token."""
     device, head = batch.tokens.device, read_head(model)
-    # Only for fp32 weights: autocast would compute norms in fp32 even where everything is bf16 already.
+    # Only for fp32 weights: autocast would compute norms in fp32 even if all weights are bf16.
     by_autocast = device.type == "cuda" and head.weight.dtype == torch.float32
     with torch.autocast(device.type, torch.bfloat16, enabled=by_autocast):
         hidden = model.base_model(**batch.model_inputs, use_cache=False).last_hidden_state[0]
@@ -57,7 +57,7 @@ class StepResult:
     losses: dict[str, float]  # the same by dataset
     grad_norm: float  # before clipping
     distance: float | None = None  # what `aux_loss` returned
-    seconds: float | None = None  # on the device's clock, where the host does not wait for the step
+    seconds: float | None = None  # on the device's clock, if the host does not wait for the step
 
     @property
     def finite(self) -> bool:
@@ -92,10 +92,10 @@ def train_step(
 def start_step(
     model: Any, updater: Updater, batches: StepBatches, *, lr: float, before_update: Callable[[], None]
 ) -> Callable[[], StepResult]:
-    """`train_step` of one rank that does not wait for a GPU. Returns a function that waits for the result.
+    """Start `train_step` on one rank without waiting for a GPU; return a function that waits for the result.
 
-    `before_update` runs when the backward passes are on their way. It must have called the function of the step before.
-    Weights stay unchanged if loss or gradient is not finite.
+    `before_update` runs when the backward passes are queued, and must wait for the previous step. Weights stay
+    unchanged if loss or gradient is not finite.
     """
     num_valid = max(1, batches.num_valid)
     started = _mark() if compute_device(model).type == "cuda" else None
@@ -122,7 +122,7 @@ def start_step(
 
 
 def _mark() -> torch.cuda.Event:
-    """A point in time on the GPU's clock, after what it has been given so far."""
+    """Record an event on the GPU's clock, after the work queued so far."""
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record()
     return event
@@ -139,7 +139,7 @@ def _mean_losses(
     batches: StepBatches, sums: list[float], num_valid: int, mesh: DeviceMesh | None
 ) -> tuple[float, dict[str, float]]:
     """The mean loss of a step over all ranks, and by dataset."""
-    # From the picks, which are the same on all ranks: a rank may have no row of some dataset.
+    # Names from the picks, which all ranks share: a rank may have no row of some dataset.
     totals: dict[str, float] = {name: 0.0 for slot in batches.picks for name, _ in slot}
     counts = dict.fromkeys(totals, 0)
     valid = [count for batch in batches.batches for count in batch.num_valid]

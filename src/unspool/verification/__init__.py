@@ -1,1 +1,1 @@
-"""Proofs of the numeric promises, on the devices of this machine."""
+"""Checks of the numeric promises on this machine's devices."""

@@ -1,4 +1,4 @@
-"""What a check gets and gives back: a model with rows and reference results, and measured errors."""
+"""Input and output of a check: a model with rows and reference results, and measured errors."""
 
 import copy
 import math
@@ -30,14 +30,14 @@ from unspool.verification.ground_truth import (
 )
 from unspool.verification.tolerance import FP32_WORST_WEIGHT, tolerance_for
 
-# Parameters above which a CPU needs minutes. Documents of equal length matter only to GPU kernels.
+# Larger models need minutes on a CPU. The step with documents of equal length tests only GPU kernels.
 LARGE_MODEL = 50_000_000
-# An error as Python prints it, and as torch prints it on ranks.
+# Format of an error line from Python, and from torch on a rank.
 _ERROR = re.compile(r"(?:\[rank\d+\]: )?([\w.]+(?:Error|Exception|Exit|Interrupt): .*)")
 
 
 class SkippedError(Exception):
-    """Raised by a check that does not apply to this model or machine; the text is the reason."""
+    """A check does not apply to this model or machine. The message is the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,18 +55,18 @@ class Measured:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One model on one device, with the rows of each step and the reference results.
+    """One model on one device, with the rows of each step and reference results.
 
-    The plain model and ours are never in memory together; reference results are on the CPU.
+    The plain model and our model are never in memory together. Reference results are on the CPU.
     """
 
     spec: ModelSpec
     device: torch.device
     seed: int
-    model: Any  # as training uses it
+    model: Any  # set up as in training
     steps: dict[str, Step]
-    truths: dict[str, Outcome]  # of each step, in a higher precision than training's
-    plain: dict[str, Difference]  # errors of plain `transformers` in the precision of training
+    truths: dict[str, Outcome]  # per step, in higher precision than training
+    plain: dict[str, Difference]  # errors of plain `transformers` in the training precision
 
     @property
     def dtype(self) -> str:
@@ -76,9 +76,9 @@ class Case:
         return self.model if self.dtype == "fp32" else copy.deepcopy(self.model).float()
 
     def tolerances(self, step: str) -> tuple[float, float, float]:
-        """Of a step: of its loss, of the gradient of a single weight, and of the median over weights."""
+        """Tolerances of a step: loss, gradient of one weight, and median gradient error over weights."""
         plain = self.plain[step]
-        # In bf16 the error of one mean can be small by chance; the largest of all documents is not.
+        # In bf16, the error of one mean may be small by chance. So use the largest error of all documents.
         plain_loss = plain.loss if self.dtype == "fp32" else max(each.loss for each in self.plain.values())
         return (
             tolerance_for(plain_loss, self.dtype),
@@ -87,7 +87,7 @@ class Case:
         )
 
     def measure(self, found: list[tuple[str, Difference]]) -> list[Measured]:
-        """Of the differences of several steps, the loss and the gradient that are closest to their tolerance."""
+        """Pick the loss and the gradient closest to their tolerance over several steps."""
         losses, grads = [], []
         for step, far in found:
             loss, weight, median = self.tolerances(step)
@@ -109,7 +109,7 @@ class Check:
     promise: int
     what: str  # one line for --list
     measure: Callable[[Case], list[Measured]]
-    once: bool = False  # does not depend on the model, so that one model is enough
+    once: bool = False  # independent of the model: run it for one model only
 
 
 def training_dtype(device: torch.device) -> str:
@@ -127,8 +127,8 @@ def build_case(spec: ModelSpec, *, device: torch.device, seed: int) -> Case:
         del steps["equal"]
     is_bf16 = training_dtype(device) == "bf16"
     if is_bf16:
-        # fp32 is exact enough as a reference for bf16; float64 might not fit on a GPU.
-        # Both sides start from weights that bf16 can represent: only the computation is compared.
+        # fp32 is accurate enough as a reference for bf16; float64 may not fit on a GPU.
+        # Both sides start from bf16-representable weights, so only the computation differs.
         cast_parameters(plain, torch.bfloat16)
         cast_parameters(plain, torch.float32)
         truths = {name: plain_outcome(plain, step) for name, step in steps.items()}
@@ -136,7 +136,7 @@ def build_case(spec: ModelSpec, *, device: torch.device, seed: int) -> Case:
         errors = {name: rounding_error(plain, step, truths[name], targets_only=False) for name, step in steps.items()}
     else:
         truths = {name: exact_outcome(plain, step) for name, step in steps.items()}
-        plain.to(torch.float32)  # exactly the weights that were loaded; `.float()` is refused for a GGUF file
+        plain.to(torch.float32)  # keeps the loaded weights exactly; transformers refuses `.float()` for a GGUF file
         errors = {name: fp32_rounding_error(plain, step, truths[name], seed=seed) for name, step in steps.items()}
     del plain
     return Case(
@@ -150,11 +150,11 @@ def build_case(spec: ModelSpec, *, device: torch.device, seed: int) -> Case:
     )
 
 
-# A training step: the code of a stage, with a recorder in place of the optimizer
+# A training step: the code of a stage, with a gradient recorder instead of the optimizer
 
 
 class _GradientRecorder:
-    """Replaces the updater and sums the gradient as it does."""
+    """Replaces the updater and sums gradients in the same way."""
 
     def __init__(self, model: Any, sums: dict[str, Tensor]) -> None:
         self._model, self._sums = model, sums
@@ -170,13 +170,13 @@ class _GradientRecorder:
 
 
 def train_outcome(model: Any, step: Step, *, rows_at_once: int = 1, order: Sequence[int] | None = None) -> Outcome:
-    """Loss and gradient of the whole step, `rows_at_once` in each micro-batch."""
+    """Loss and gradient of the whole step, with `rows_at_once` rows per micro-batch."""
     loss, grads = _train(model, step.rows, rows_at_once=rows_at_once, order=order)
     return Outcome({STEP: loss}, {STEP: grads})
 
 
 def train_document(model: Any, step: Step, number: int, *, gradient: bool) -> Outcome:
-    """Loss and, if requested, gradient of one document, packed with the others."""
+    """Loss (and optionally gradient) of one document, packed with the others."""
     (row,) = step.rows
     loss, grads = _train(model, (only_document(row, number),))
     name = f"document {number}"
@@ -197,7 +197,7 @@ def _train(
 
 
 def step_stage(length: int, num_rows: int, **settings: Any) -> StageConfig:
-    """A stage of one step on rows of one length."""
+    """A stage of one step on rows of equal length."""
     tokens = length * num_rows
     return StageConfig(
         name="verify", context_length=length, mix={"rows": 1.0}, tokens=tokens, batch_tokens=tokens, lr=1.0, **settings
@@ -205,9 +205,9 @@ def step_stage(length: int, num_rows: int, **settings: Any) -> StageConfig:
 
 
 def error_line(output: str) -> str:
-    """Of the output of a failed process, the last line that names an error, else the last line.
+    """Last line that names an error in the output of a failed process, else its last line.
 
-    CUDA prints lines of advice after an error, and libraries may print more.
+    CUDA prints advice after an error, and libraries may print more lines.
     """
     lines = output.strip().splitlines()
     named = [found[1] for line in lines if (found := _ERROR.match(line))]

@@ -17,9 +17,9 @@ from unspool.verification.tolerance import FP32, angle_tolerance
 
 
 def check_export(case: Case, plain: PlainProcess) -> list[Measured]:
-    """The model in memory against its export in a process without Unspool, in fp32 on every device."""
+    """Compare the model with its export, loaded in a process without Unspool. Uses fp32 on all devices."""
     (row,) = case.steps["unequal"].rows
-    # The row as one sequence, so that positions are higher than in any document.
+    # Use the row as one sequence: its positions are higher than those of any document.
     tokens = [int(token) for token in row.tokens]
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "model"
@@ -46,11 +46,11 @@ def check_export(case: Case, plain: PlainProcess) -> list[Measured]:
     ]
 
 
-NUM_POSITIONS = 257  # that are compared, evenly spaced
+NUM_POSITIONS = 257  # number of compared positions, evenly spaced
 
 
 def check_rope_tables(case: Case) -> list[Measured]:
-    """Cosines and sines up to the last position against float64; logits of short rows would not show errors there."""
+    """Compare cosines and sines up to the last position with float64. Logits of short rows miss such errors."""
     errors = []
     for last in _last_positions(case.model.config):
         positions = torch.linspace(0, last, NUM_POSITIONS, dtype=torch.float64).round().long()
@@ -63,7 +63,7 @@ def check_rope_tables(case: Case) -> list[Measured]:
 
 
 def _last_positions(config: Any) -> list[int]:
-    """The model's last position; with frequencies that depend on the length, also the last with the original ones."""
+    """Last position of the model. If frequencies depend on length: also the last with original frequencies."""
     last = int(config.max_position_embeddings) - 1
     parameters = global_parameters(config.to_dict())
     if parameters["rope_type"] not in USES_INPUT_LENGTH:
@@ -73,7 +73,7 @@ def _last_positions(config: Any) -> list[int]:
 
 
 def _used(case: Case, positions: Tensor) -> list[Tensor]:
-    """Cosines and sines of the model: [positions, 2, d/2] for every layer type, or for every head of every layer."""
+    """Cosines and sines of the model: [positions, 2, d/2] per layer type, or per head and layer."""
     model, ids = case.model, positions.to(case.device)[None]
     if head_bases(model) is not None:
         return [table for layer in model.base_model.layers for table in _used_by_heads(layer.self_attn, ids)]
@@ -114,7 +114,7 @@ def _wanted(model: Any, positions: Tensor) -> list[Tensor]:
 
 
 def _layer_types(config: Any) -> list[dict[str, str]]:
-    """Arguments for the rotary module: one per layer type, if types have frequencies of their own."""
+    """Arguments for the rotary module: one per layer type, if layer types have different frequencies."""
     rope = config.rope_parameters
     return [{}] if "rope_theta" in rope else [{"layer_type": name} for name, own in rope.items() if own]
 

@@ -1,4 +1,4 @@
-"""Models and rows that checks run on: small random models of many families or the user's own, and random rows."""
+"""Models and rows for the checks: small random models of many families, or a user's model, with random rows."""
 
 import math
 from collections.abc import Sequence
@@ -38,20 +38,20 @@ SHAPE: dict[str, Any] = {
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
-    # Larger than usual, so that the context of a position has a visible effect on its output.
+    # Larger than usual, so that the context visibly changes each position's output.
     "initializer_range": 0.1,
 }
-# On a GPU, some kernels are used only for larger heads.
+# Some GPU kernels need larger heads.
 WIDE: dict[str, Any] = {
     "hidden_size": 256,
     "intermediate_size": 512,
     "head_dim": 64,
     "max_position_embeddings": 16384,
 }
-# One layer with a sliding window, one without.
+# One sliding-window layer and one full-attention layer.
 MIXED_LAYERS = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
 
-# A model that comes with LongRoPE: a factor for each pair of dimensions; `_build` repeats them for wider heads.
+# LongRoPE settings with one factor per pair of dimensions. `_build` repeats the factors for wider heads.
 LONGROPE: dict[str, Any] = {
     "original_max_position_embeddings": CONTEXT // 4,
     "rope_parameters": {
@@ -66,7 +66,7 @@ LONGROPE: dict[str, Any] = {
 
 @dataclass(frozen=True, kw_only=True)
 class RopeCase:
-    """A RoPE method, and its expected result written by hand."""
+    """A RoPE method and its expected result, written by hand."""
 
     method: RopeMethod
     parameters: dict[str, Any] | None = None  # `rope_parameters` for plain `transformers`
@@ -76,13 +76,13 @@ class RopeCase:
 @dataclass(frozen=True, kw_only=True)
 class Family:
     config: str  # config class in `transformers`, without the suffix "Config"
-    model: str | None = None  # model class, where its name does not follow from `config`
+    model: str | None = None  # model class, if its name does not follow from `config`
     changes: dict[str, Any] = field(default_factory=dict)
     rope: RopeCase | None = None
 
 
 ABF = RopeCase(method=methods.ABF(base=5e5), parameters={"rope_type": "default", "rope_theta": 5e5})
-# For the longest context of these models, which is the one on a GPU.
+# Suits the longest context of these models, which is the GPU variant's.
 YARN_FACTOR = 32.0
 YARN = RopeCase(
     method=methods.YaRN(factor=YARN_FACTOR, original=CONTEXT),
@@ -131,14 +131,14 @@ FAMILIES: dict[str, Family] = {
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """A model to check: its name in the table, where it is loaded from, and a RoPE method to apply after loading."""
+    """A model to check: its name in the table, its location, and a RoPE method to apply after loading."""
 
     name: str
     ref: str
     rope: RopeCase | None = None
 
     def load_ours(self, device: torch.device, *, bf16: bool) -> Any:
-        """The model as training uses it."""
+        """Load the model as in training."""
         model = load_model(self.ref, device=device, dtype=torch.float32)
         if self.rope is not None:
             apply_rope(model, self.rope.method, model.config.max_position_embeddings)
@@ -149,7 +149,7 @@ class ModelSpec:
         return model.train()
 
     def load_plain(self, device: torch.device) -> Any:
-        """The model in plain `transformers` with eager attention; `rope` is not applied."""
+        """Load the model in plain `transformers` with eager attention. Does not apply `rope`."""
         silence_transformers()
         try:
             model = transformers.AutoModelForCausalLM.from_pretrained(
@@ -161,10 +161,10 @@ class ModelSpec:
 
 
 def lower_original_len(model: Any, device: torch.device) -> None:
-    """Lower the length from which `longrope` and `dynamic` change their frequencies, so that rows have both sides.
+    """Lower the length at which `longrope` and `dynamic` switch frequencies, so that rows cover both cases.
 
-    Rows as long as a model's own threshold would take hours. Weights stay as they are, and the reference is changed
-    in the same way, so all that depends on the length is computed as at the real one.
+    Rows as long as the model's real threshold would take hours. Weights do not change, and the reference gets the same
+    change, so the length-dependent code runs as at the real length.
     """
     config = model.config
     parameters = global_parameters(config.to_dict())
@@ -183,7 +183,7 @@ def lower_original_len(model: Any, device: torch.device) -> None:
 
 
 def documents_around(length: int) -> int:
-    """A length that every step of `build_steps` has shorter and longer documents than, and halves of rows up to."""
+    """A length between the shortest and the longest document of every step of `build_steps`."""
     return length // 8
 
 
@@ -192,7 +192,7 @@ def user_model(ref: str) -> ModelSpec:
 
 
 def build_small_models(folder: Path, *, seed: int, wide: bool, names: Sequence[str]) -> list[ModelSpec]:
-    """Save small models with random weights in `folder`; `wide` for a GPU. The same seed gives the same weights."""
+    """Save small models with random weights in `folder`. `wide` builds the GPU variant. Weights depend on the seed."""
     silence_transformers()
     specs = []
     for name in names:
@@ -212,12 +212,12 @@ def _build(family: Family, seed: int, size: dict[str, Any]) -> Any:
             settings["rope_parameters"] = rope = rope | {key: [one for one in rope[key] for _ in range(repeats)]}
     config = getattr(transformers, f"{family.config}Config")(**settings)
     generator = torch.Generator().manual_seed(seed)
-    # Without devices, whose state would initialize CUDA: processes forked from this one could then not use it.
+    # devices=[]: reading CUDA state would initialize CUDA, and forked processes could then not use it.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = getattr(transformers, family.model or f"{family.config}ForCausalLM")(config)
     with torch.no_grad():
-        # Biases and norms are initialized to 0 and 1, where omitting them would have no effect.
+        # Biases of 0 and norms of 1 would hide code that omits them, so randomize them.
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
@@ -225,7 +225,7 @@ def _build(family: Family, seed: int, size: dict[str, Any]) -> Any:
 
 
 def _tokenizer() -> Any:
-    """A tokenizer for the export; no text is ever tokenized."""
+    """A tokenizer for the export. It never tokenizes text."""
     vocabulary = {f"<{number}>": number for number in range(SHAPE["vocab_size"])}
     backend = Tokenizer(WordLevel(vocabulary, unk_token="<0>"))
     return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<2>")
@@ -233,14 +233,14 @@ def _tokenizer() -> Any:
 
 # Rows
 
-# The document of a packed row whose gradient is also compared on its own; neither the first nor the last.
+# Document of a packed row whose gradient is also compared alone. It is neither first nor last.
 GRADIENT_DOCUMENT = 2
-NUM_ROWS = 8  # of the step that is split into micro-batches
+NUM_ROWS = 8  # rows of the step that is split into micro-batches
 
 
 @dataclass(frozen=True)
 class Step:
-    """The rows of one optimizer step, all of one length."""
+    """The rows of one optimizer step, all of equal length."""
 
     name: str
     rows: tuple[Row, ...]
@@ -251,23 +251,23 @@ class Step:
 
 
 def row_len(num_parameters: int, device: torch.device) -> int:
-    """Tokens of a packed row, chosen so that all checks of a model take about a minute on a laptop CPU."""
+    """Tokens per packed row, chosen so that all checks of a model take about a minute on a laptop CPU."""
     if device.type == "cuda":
-        # For small models long enough for every attention kernel. The reference holds all attention scores.
+        # Small models: long enough for every attention kernel. The reference keeps all attention scores in memory.
         return 12288 if num_parameters < 2 * 10**7 else 8192 if num_parameters < 10**9 else 1024
     return min(192, max(64, 10**10 // num_parameters // 32 * 32))
 
 
 def build_steps(length: int, *, vocabulary: int, seed: int) -> dict[str, Step]:
-    """Steps by name: one row of `unequal` documents, one row of `equal` documents, and `several` rows."""
+    """Steps by name: `unequal` (one row of unequal documents), `equal` (one row of equal ones), `several` (rows)."""
     quarter = length // 4
-    # The third document takes most of the row, so that on a GPU it uses the kernel for long documents.
+    # The third document fills most of the row, so that a GPU uses the kernel for long documents.
     first, third = length // 16, length * 13 // 16
     unequal = (first, 1, third, length - first - third - 1)
     made = [
         Step("unequal", (_row(unequal, vocabulary, seed, 0),)),
         Step("equal", (_row((quarter,) * 4, vocabulary, seed, 1),)),
-        # Every second row has a loss on a tenth of its tokens, so that a mean of means is a different number.
+        # Every second row has a loss on 10% of its tokens, so that a mean of means would differ.
         Step(
             "several",
             tuple(
@@ -286,7 +286,7 @@ def build_steps(length: int, *, vocabulary: int, seed: int) -> dict[str, Step]:
 
 
 def build_row_sets(seq_len: int, *, vocabulary: int, seed: int) -> dict[str, list[Row]]:
-    """Two datasets to mix: `long` rows and `short` rows of half the length; few, so that epochs are short."""
+    """Two datasets to mix: `long` rows, and `short` rows of half the length. Few rows make short epochs."""
     long, short = (seq_len // 4 * 3, seq_len // 4), (seq_len // 2,)
     return {
         "long": [_row(long, vocabulary, seed, 100 + number, kept=0.7) for number in range(5)],
@@ -298,13 +298,13 @@ def only_document(row: Row, number: int) -> Row:
     """The same row with a loss on one document only."""
     begin = int(row.doc_lens[:number].sum())
     mask = np.zeros(len(row.tokens), dtype=bool)
-    # Including its first token, which would be a target of the document before if labels crossed documents.
+    # Include the first token: if labels crossed documents, it would be a target of the previous document.
     mask[begin : begin + int(row.doc_lens[number])] = True
     return replace(row, loss_mask=mask)
 
 
 def with_tokens(row: Row, number: int, tokens: np.ndarray) -> Row:
-    """The same row with other tokens in one document."""
+    """The same row with one document's tokens replaced."""
     begin = int(row.doc_lens[:number].sum())
     changed = row.tokens.copy()
     changed[begin : begin + int(row.doc_lens[number])] = tokens

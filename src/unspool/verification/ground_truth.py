@@ -1,7 +1,7 @@
-"""Reference results: plain `transformers`, one document at a time, all logits at once, plain cross-entropy.
+"""Reference results from plain `transformers`: one document at a time, all logits, plain cross-entropy.
 
-None of our code takes part. Labels are cut here, and the rotation of HARPE, which `transformers` does not have, is
-written with complex numbers.
+This code uses no training code of Unspool. It shifts labels itself. `transformers` has no HARPE, so its rotation is
+written here with complex numbers.
 """
 
 import copy
@@ -28,12 +28,12 @@ from unspool.verification.fixtures import GRADIENT_DOCUMENT, RopeCase, Step
 from unspool.verification.tolerance import DRAW_FROM, DRAWS
 
 PER_HEAD = "unspool-verify-per-head"
-STEP = "row"  # key of the whole step; documents have keys of their own
+STEP = "row"  # key of the whole step; each document has its own key
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Mean losses in nats, and gradients on the CPU, of the whole step and of single documents."""
+    """Mean losses in nats and gradients (on the CPU) of the whole step and of single documents."""
 
     losses: dict[str, float]
     grads: dict[str, dict[str, Tensor]]
@@ -41,25 +41,25 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Difference:
-    """Largest relative differences between two outcomes, and where they are."""
+    """Largest relative differences between two outcomes, and where they occur."""
 
     loss: float
     loss_where: str
     gradient: float
     gradient_where: str
-    median: float  # over weights, of the gradient's error
+    median: float  # median gradient error over weights
 
 
 def plain_outcome(model: Any, step: Step, *, targets_only: bool = False) -> Outcome:
-    """Losses of the step and of each document; gradients of the step and, if it has one row, of a document.
+    """Losses of the step and each document, and gradients of the step and (with one row) of one document.
 
-    `targets_only`: compute logits only where there is a target, as training does.
+    `targets_only` computes logits only at targets, like training.
     """
     documents = [document for row in step.rows for document in _documents(row)]
     num_valid = sum(int((targets >= 0).sum()) for _, targets in documents)
     single = len(step.rows) == 1
     losses, grads, total = {}, {}, 0.0
-    # This document first, before other gradients are added.
+    # This document comes first, before other gradients are added.
     order = sorted(range(len(documents)), key=lambda number: number != GRADIENT_DOCUMENT)
     with summed_gradients(model) as sums:
         for number in order:
@@ -80,10 +80,10 @@ def plain_outcome(model: Any, step: Step, *, targets_only: bool = False) -> Outc
 
 
 def batched_outcome(model: Any, step: Step) -> Outcome:
-    """Loss and gradient of the step with all documents that have targets in one right-padded batch.
+    """Loss and gradient of the step, with all documents that have targets in one right-padded batch.
 
-    Differs from one document at a time only by rounding: larger matrix products sum in another order. Where RoPE
-    depends on the length of the input, only documents of one length are in a batch.
+    This differs from one document at a time only by rounding, because larger matrix products sum in another order. If
+    RoPE depends on the input length, a batch contains only documents of one length.
     """
     documents = [document for row in step.rows for document in _documents(row) if (document[1] >= 0).any()]
     num_valid = sum(int((targets >= 0).sum()) for _, targets in documents)
@@ -107,7 +107,7 @@ def batched_outcome(model: Any, step: Step) -> Outcome:
 
 @contextmanager
 def _fresh_rotary(model: Any) -> Iterator[None]:
-    """A copy of the rotary module for one input: with `dynamic`, it would remember longer ones."""
+    """Use a fresh copy of the rotary module, because `dynamic` remembers the longest input."""
     own = model.base_model.rotary_emb
     model.base_model.rotary_emb = copy.deepcopy(own)
     try:
@@ -117,16 +117,16 @@ def _fresh_rotary(model: Any) -> Iterator[None]:
 
 
 def exact_outcome(model: Any, step: Step) -> Outcome:
-    """`plain_outcome` in float64 throughout; the model is float64 afterwards."""
+    """`plain_outcome` in float64. The model stays in float64 afterwards."""
     with Float64Mode():
         outcome = plain_outcome(model.double(), step)
-    # Rounding once more is negligible here and halves the memory.
+    # One more rounding is negligible and halves the memory.
     grads = {of: {name: grad.float() for name, grad in each.items()} for of, each in outcome.grads.items()}
     return Outcome(outcome.losses, grads)
 
 
 class Float64Mode(TorchFunctionMode):
-    """Replaces casts to fp32 in model code (norms, softmax, RoPE tables) by casts to float64."""
+    """Turns casts to fp32 in model code (norms, softmax, RoPE tables) into casts to float64."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.float:
@@ -138,7 +138,7 @@ class Float64Mode(TorchFunctionMode):
 
 @contextmanager
 def summed_gradients(model: Any) -> Iterator[dict[str, Tensor]]:
-    """Gradients by name, summed over all backward passes inside in fp32 or float64, whatever dtype the weights have."""
+    """Sum gradients by name over all backward passes inside the block, in fp32 or float64 for any weight dtype."""
     sums: dict[str, Tensor] = {}
 
     def add(name: str, weight: Tensor) -> None:
@@ -163,7 +163,7 @@ def summed_gradients(model: Any) -> Iterator[dict[str, Tensor]]:
 
 
 def gradients(model: Any, sums: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A copy on the CPU; weights without a gradient get zeros, so that a lost gradient is detected."""
+    """Copy gradients to the CPU. Weights without a gradient get zeros, so that a lost gradient is detected."""
     return {
         name: sums[name].detach().cpu().clone() if name in sums else torch.zeros_like(weight, device="cpu")
         for name, weight in model.named_parameters()
@@ -171,7 +171,7 @@ def gradients(model: Any, sums: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def compare(found: Outcome, truth: Outcome) -> Difference:
-    """The largest relative error of a loss, and of the gradient of a weight."""
+    """Largest relative error of a loss, and of a weight's gradient."""
     losses = [(abs(found.losses[name] - truth.losses[name]) / abs(truth.losses[name]), name) for name in found.losses]
     grads = {of: gradient_errors(found.grads[of], truth.grads[of]) for of in found.grads}
     named = [(error, f"{of}, {weight}") for of, errors in grads.items() for error, weight in errors]
@@ -187,10 +187,10 @@ def max_difference(first: Difference, second: Difference) -> Difference:
 
 
 def gradient_errors(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> list[tuple[float, str]]:
-    """‖found − wanted‖ / ‖wanted‖ of every weight, with its name.
+    """(‖found − wanted‖ / ‖wanted‖, name) of every weight.
 
-    Norms below a thousandth of the largest are raised to it: some gradients are a remainder of large terms that cancel,
-    such as those of key biases, which the softmax ignores.
+    Norms below a thousandth of the largest are raised to that value. Some gradients are the remainder of large terms
+    that cancel, such as those of key biases, which the softmax ignores.
     """
     assert found.keys() == wanted.keys()
     norms = {name: _norm(grad) for name, grad in wanted.items()}
@@ -203,12 +203,12 @@ def _norm(tensor: Tensor) -> float:
 
 
 def worst(errors: list[tuple[float, str]]) -> tuple[float, str]:
-    """The largest error and where it is; NaN counts as larger than all others."""
+    """The largest error and its location. NaN counts as the largest."""
     return max(errors, key=lambda error: math.inf if math.isnan(error[0]) else error[0], default=(0.0, ""))
 
 
 def apply_rope_by_hand(model: Any, rope: RopeCase) -> None:
-    """Give a plain model the expected RoPE of a case, without our code."""
+    """Apply the expected RoPE of a case to a plain model, without Unspool's code."""
     backbone, config = model.base_model, model.config
     if rope.parameters is not None:
         config.rope_parameters = rope.parameters
@@ -225,7 +225,7 @@ def apply_rope_by_hand(model: Any, rope: RopeCase) -> None:
 def attend_per_head(
     module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, **_: Any
 ) -> tuple[Tensor, None]:
-    """Causal attention with all scores, where every head has its own RoPE base."""
+    """Causal attention that computes all scores, with one RoPE base per head."""
     groups = query.shape[1] // key.shape[1]
     rotations = torch.stack([_rotations(base, key.shape[2], key.shape[3], key.device) for base in module.verify_bases])
     query, key, value = (
@@ -253,7 +253,7 @@ def _rotate(heads: Tensor, rotations: Tensor) -> Tensor:
 
 
 class _NoRotary(nn.Module):
-    """Replaces the rotary module of a model: cosine 1, sine 0."""
+    """Replaces a model's rotary module by no rotation: cosine 1, sine 0."""
 
     def __init__(self, head_dim: int) -> None:
         super().__init__()
@@ -265,7 +265,7 @@ class _NoRotary(nn.Module):
 
 
 def _documents(row: Row) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Tokens and targets of each document; the target at i is the token at i + 1, or −1 where there is no loss."""
+    """Tokens and targets of each document. The target at i is the token at i + 1, or −1 without loss."""
     documents, begin = [], 0
     for doc_len in row.doc_lens.tolist():
         tokens = row.tokens[begin : begin + doc_len].astype(np.int64)
@@ -277,7 +277,7 @@ def _documents(row: Row) -> list[tuple[np.ndarray, np.ndarray]]:
 
 
 def _summed_loss(model: Any, tokens: np.ndarray, targets: np.ndarray, *, targets_only: bool = False) -> Tensor:
-    """Sum of losses of documents [number, tokens]; with `targets_only` of a single document."""
+    """Sum of losses of documents [number, tokens]. `targets_only` needs a single document."""
     device = next(model.parameters()).device
     ids, wanted = (torch.from_numpy(array).to(device) for array in (tokens, targets))
     kept = {}
@@ -288,17 +288,17 @@ def _summed_loss(model: Any, tokens: np.ndarray, targets: np.ndarray, *, targets
     return F.cross_entropy(logits.float().flatten(0, 1), wanted.flatten(), ignore_index=-1, reduction="sum")
 
 
-# The rounding error of plain `transformers`, over several orders of its sums
+# The rounding error of plain `transformers` with several orders of summation
 
 
 def rounding_error(model: Any, step: Step, truth: Outcome, *, targets_only: bool) -> Difference:
-    """Error of documents one at a time; for several rows also of one batch, since larger products round differently."""
+    """Error with one document at a time. With several rows, also with one batch, which rounds differently."""
     found = compare(plain_outcome(model, step, targets_only=targets_only), truth)
     return found if len(step.rows) == 1 else max_difference(found, compare(batched_outcome(model, step), truth))
 
 
 def fp32_rounding_error(model: Any, step: Step, truth: Outcome, *, seed: int) -> Difference:
-    """`rounding_error`; unless it is far below the tolerance, also with sums in random orders."""
+    """`rounding_error`. If it is not far below the tolerance, also sum in random orders."""
     found = rounding_error(model, step, truth, targets_only=True)
     if max(found.loss, found.gradient, found.median) < DRAW_FROM:
         return found
@@ -309,9 +309,9 @@ def fp32_rounding_error(model: Any, step: Step, truth: Outcome, *, seed: int) ->
 
 
 class ReorderedSums(TorchFunctionMode):
-    """Sums the terms of every product with a weight in a random order, as if channels were permuted.
+    """Sums the terms of every product with a weight in random order, as if channels were permuted.
 
-    Only rounding changes, in the backward pass too, since it starts from other hidden states.
+    Only rounding changes, also in the backward pass, which starts from other hidden states.
     """
 
     def __init__(self, rng: np.random.Generator) -> None:

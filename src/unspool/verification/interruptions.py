@@ -1,7 +1,7 @@
-"""Promise 3: a run that is interrupted or killed and resumed ends with the bits of one that was not.
+"""Promise 3: a resumed run ends with the same bits as an uninterrupted run.
 
-As a program, `python -m unspool.verification.interruptions FOLDER KILLS SEED DEVICE` kills runs and prints `KillResult`
-as JSON.
+As a program, `python -m unspool.verification.interruptions FOLDER KILLS SEED DEVICE` kills and restarts runs, and
+prints `KillResult` as JSON.
 """
 
 import copy
@@ -43,10 +43,10 @@ from unspool.verification.tolerance import EXACT
 KILLS = 3
 CONTEXT, ROWS_PER_STEP = 32, 2
 STEPS, KILL_STEPS = 6, 10
-# Before the first checkpoint, while one is being written, and between two.
+# Before the first checkpoint, while a checkpoint is written, and between two checkpoints.
 INTERRUPT_AFTER = (1, 4, 5)
 RESULT_FILES = ("model/model.safetensors", OPTIMIZER, LEDGER)
-NOT_REPEATABLE = "on this device two uninterrupted runs already differ, because the order of sums is not fixed"
+NOT_REPEATABLE = "two uninterrupted runs already differ on this device, because its order of summation varies"
 
 
 def _stage(name: str, *, steps: int, checkpoint_every: int) -> StageConfig:
@@ -73,7 +73,7 @@ class _InterruptedError(Exception):
 
 
 class _InterruptedMix(Mix):
-    """Has rows for the first `last_step` steps only."""
+    """Has rows only for the first `last_step` steps."""
 
     last_step = STEPS
 
@@ -84,9 +84,9 @@ class _InterruptedMix(Mix):
 
 
 def check_resume(case: Case) -> list[Measured]:
-    """A stage that is interrupted after several of its steps, against one that is not."""
+    """Compare a stage that is interrupted several times with an uninterrupted stage."""
     if case.model.num_parameters() > LARGE_MODEL:
-        raise SkippedError("training a model of this size several times is too slow; small models are checked")
+        raise SkippedError("training a model of this size several times is too slow; only small models run this check")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         whole = _run(case, folder / "whole", interrupt_after=())
@@ -96,7 +96,7 @@ def check_resume(case: Case) -> list[Measured]:
         ledger = read_ledger(folder / "resumed" / LEDGER)
         gaps = find_gaps(ledger, {name: len(rows) for name, rows in _rows(case).items()}, steps=STEPS)
         if ledger != read_ledger(folder / "whole" / LEDGER):
-            gaps.append("other rows than in the uninterrupted run")
+            gaps.append("trained rows differ from the uninterrupted run")
     return _measured(_differing_tensors(whole, resumed), gaps)
 
 
@@ -108,7 +108,7 @@ def _measured(differing: list[str], gaps: list[str], *details: str) -> list[Meas
 
 
 def _run(case: Case, work: Path, *, interrupt_after: Sequence[int]) -> dict[str, Tensor]:
-    """All trained tensors after a run that is interrupted after each of these steps."""
+    """All trained tensors of a run that is interrupted after each of these steps."""
     work.mkdir()
     for last_step in (*interrupt_after, STEPS):
         model = copy.deepcopy(case.model)
@@ -134,7 +134,7 @@ def _rows(case: Case) -> dict[str, Any]:
 
 def _differing_tensors(first: dict[str, Tensor], second: dict[str, Tensor]) -> list[str]:
     assert first.keys() == second.keys()
-    # Bits, not values: 0 and -0 differ, and NaN equals itself.
+    # Compare bits, not values: 0 and -0 differ, and NaN equals itself.
     return [name for name, tensor in first.items() if tensor.numpy().tobytes() != second[name].numpy().tobytes()]
 
 
@@ -144,18 +144,18 @@ def _differing_tensors(first: dict[str, Tensor], second: dict[str, Tensor]) -> l
 @dataclass(frozen=True)
 class KillResult:
     kills: int
-    runs: int  # that were completed, with kills in between
+    runs: int  # completed runs
     differing: list[str]
     gaps: list[str]
-    repeatable: bool  # whether two runs without kills are equal
+    repeatable: bool  # True if two runs without kills are equal
 
 
 def check_kills(case: Case, *, kills: int) -> list[Measured]:
-    """A stage whose process is killed at random moments and restarted, against one that is not."""
+    """Compare a stage whose process is killed at random moments and restarted with an uninterrupted stage."""
     if case.spec.name not in FAMILIES:
-        raise SkippedError("runs with a small model only: unspool verify --only sigkill")
+        raise SkippedError("runs only with small models")
     with tempfile.TemporaryDirectory() as folder:
-        # A separate process: forks of a process that has used a GPU or threads are unsafe.
+        # Use a separate process: forking a process that has used a GPU or threads is unsafe.
         command = [sys.executable, "-m", __spec__.name, folder, str(kills), str(case.seed), case.device.type]
         env = os.environ | {"OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
         done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
@@ -168,7 +168,7 @@ def check_kills(case: Case, *, kills: int) -> list[Measured]:
 
 
 def run_kills(folder: Path, *, kills: int, seed: int, device: torch.device) -> KillResult:
-    """Kill and restart a run until it was killed `kills` times. Completed runs are compared, and another starts."""
+    """Kill and restart runs until `kills` kills have happened. Compare each completed run, then start another."""
     inputs = _inputs(folder, seed=seed)
 
     def run(name: str) -> Callable[[], Any]:
@@ -182,13 +182,13 @@ def run_kills(folder: Path, *, kills: int, seed: int, device: torch.device) -> K
     seconds = seconds_of("whole")
     repeatable = True
     if device.type == "cuda":
-        # The first run also compiles kernels; most kills timed by it would be too late.
+        # The first run also compiles kernels, so its duration would place most kills too late.
         seconds = seconds_of("again")
         repeatable = not _differing_files(folder / "again", folder / "whole")
     rng = rng_for(seed, "verify", "kills")
     done, finished = 0, 0
     while done < kills:
-        # From the start to a little after the end, so that every moment can be hit.
+        # From the start to shortly after the end, so that a kill can hit every moment.
         if _kill_after(run(f"run-{finished}"), float(rng.uniform(0, 1.1 * seconds))):
             done += 1
         else:
@@ -207,13 +207,13 @@ def run_kills(folder: Path, *, kills: int, seed: int, device: torch.device) -> K
 
 
 def _differing_files(found: Path, wanted: Path) -> list[str]:
-    """Result files with other bytes, and files that were left behind."""
+    """Result files that differ, and leftover files."""
     different = [
         name
         for name in RESULT_FILES
         if (found / KILL_STAGE.name / name).read_bytes() != (wanted / KILL_STAGE.name / name).read_bytes()
     ]
-    return different + [f"{path.name} was left behind" for path in found.iterdir() if path.name != KILL_STAGE.name]
+    return different + [f"{path.name} is a leftover file" for path in found.iterdir() if path.name != KILL_STAGE.name]
 
 
 def _kill_rows(seed: int) -> dict[str, list[Row]]:
@@ -234,7 +234,7 @@ def _inputs(folder: Path, *, seed: int) -> StageInputs:
 
 
 def _kill_after(work: Callable[[], None], seconds: float) -> bool:
-    """Whether the process was still running when it was killed."""
+    """Kill the process after some seconds. Returns whether it was still running."""
     process, errors = _fork(work)
     time.sleep(seconds)
     process.kill()
@@ -247,12 +247,12 @@ def _wait(process: ForkProcess, errors: Connection) -> int:
         code = process.exitcode
         assert code is not None
         if code > 0:
-            raise RuntimeError(f"a run that was not killed failed: {errors.recv()}")
+            raise RuntimeError(f"an uninterrupted run failed: {errors.recv()}")
     return code
 
 
 def _fork(work: Callable[[], None]) -> tuple[ForkProcess, Connection]:
-    """Start a process, and return it with a connection that receives its error."""
+    """Start a process. Returns it with a connection that receives its error."""
     reader, writer = get_context("fork").Pipe(duplex=False)
     process = get_context("fork").Process(target=_report_error, args=(work, writer))
     process.start()

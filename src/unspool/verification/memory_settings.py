@@ -1,4 +1,4 @@
-"""Promise 5: memory settings and the chunked loss give the loss and gradient of plain `transformers`."""
+"""Promise 5: with memory settings and chunked loss, loss and gradient equal those of plain `transformers`."""
 
 import copy
 from dataclasses import replace
@@ -17,18 +17,18 @@ from unspool.verification.case import Case, Check, Measured, train_outcome
 from unspool.verification.ground_truth import Float64Mode, compare
 from unspool.verification.tolerance import tolerance_for
 
-# No row length is a multiple of this, so that the last tile is shorter.
+# No row length is a multiple of this tile size, so the last tile is shorter.
 TILE = 37
 _FULL, _KEEP_ATTENTION = {"activation_checkpointing": "full"}, {"activation_checkpointing": "keep-attention"}
-# By the name of the check: what it does, for --list, and the policy.
+# Check name: (description for --list, policy).
 POLICIES: dict[str, tuple[str, dict[str, Any]]] = {
     "activation-checkpointing": ("activation checkpointing of every layer", _FULL),
-    "keep-attention": ("activation checkpointing that keeps the results of attention", _KEEP_ATTENTION),
+    "keep-attention": ("activation checkpointing that keeps attention outputs", _KEEP_ATTENTION),
     "keep-products": (
-        "also keeps the matrix products of two layers, one of them in host memory",
+        "also keeps the matrix products of two layers, one of which is in host memory",
         _KEEP_ATTENTION | {"keep_products": 2, "keep_on_host": 1},
     ),
-    "layers-per-checkpoint": ("activation checkpoints of two layers each", _FULL | {"layers_per_checkpoint": 2}),
+    "layers-per-checkpoint": ("two layers per activation checkpoint", _FULL | {"layers_per_checkpoint": 2}),
     "offload": ("activation checkpoints in host memory", _FULL | {"offload": True}),
     "mlp-tiles": (f"norms and MLPs over {TILE} tokens at a time", {"mlp_tiles": TILE}),
     "heads-at-once": ("attention over one KV head at a time", {"attention_heads_at_once": 1}),
@@ -48,8 +48,8 @@ def policy_checks() -> list[Check]:
 
 
 def check_policy(case: Case, policy: MemoryPolicy) -> list[Measured]:
-    """A step under a memory policy against plain `transformers`."""
-    # A copy, since a policy cannot be removed from a model.
+    """Compare a step under a memory policy with plain `transformers`."""
+    # Use a copy, because a policy cannot be removed from a model.
     model = copy.deepcopy(case.model)
     apply_memory(model, policy)
     found = compare(train_outcome(model, case.steps["unequal"]), case.truths["unequal"])
@@ -61,14 +61,14 @@ CHUNK = 7  # the last chunk is shorter
 
 
 def check_chunked_loss(case: Case) -> list[Measured]:
-    """Loss and gradients of head and hidden states in chunks against all logits at once, in fp32 on every device."""
+    """Compare the chunked loss and its gradients with all logits at once. Uses fp32 on all devices."""
     head = _in(read_head(case.model), torch.float32, case.device)
     generator = torch.Generator().manual_seed(case.seed)
     hidden = torch.randn(TOKENS, head.weight.shape[1], generator=generator).to(case.device)
     labels = torch.randint(len(head.weight), (TOKENS,), generator=generator).to(case.device)
     labels[::5] = IGNORE
     with Float64Mode():
-        # On the CPU: a large head in float64 may not fit beside the model.
+        # On the CPU, because a large float64 head and the model may not fit together.
         wanted = _plain(hidden.cpu().double(), _in(head, torch.float64, "cpu"), labels.cpu(), at_once=TOKENS)
     plain = [_relative_errors(_plain(hidden, head, labels, at_once=count), wanted) for count in (TOKENS, CHUNK)]
     found = _relative_errors(_chunked(hidden, head, labels), wanted)
@@ -85,7 +85,7 @@ def _in(head: Head, dtype: torch.dtype, device: torch.device | str) -> Head:
 
 
 def _plain(hidden: Tensor, head: Head, labels: Tensor, *, at_once: int) -> list[Tensor]:
-    """Cross-entropy on the logits of `at_once` targets at a time."""
+    """Cross-entropy, computed on the logits of `at_once` targets at a time."""
     states, head = _with_gradients(hidden, head)
     targets = (labels != IGNORE).nonzero()[:, 0]
     losses = [
@@ -107,7 +107,7 @@ def _with_gradients(hidden: Tensor, head: Head) -> tuple[Tensor, Head]:
 
 
 def _results(total: Tensor, states: Tensor, head: Head) -> list[Tensor]:
-    # A factor, as a step divides by its number of targets.
+    # Scale the loss, because a step divides by its number of targets.
     (total / 3).backward()  # type: ignore[no-untyped-call]
     assert states.grad is not None and head.weight.grad is not None
     return [total.detach(), states.grad, head.weight.grad]

@@ -1,9 +1,9 @@
-"""Promise 2 over ranks: loss and gradient of a step do not depend on how many ranks share it, nor in which layout.
+"""Promise 2 on several ranks: loss and gradient of a step do not depend on the number or layout of ranks.
 
-Layouts are sharded (FSDP) and replicated weights, Ulysses, ring, and their combinations. Rows of several documents with
-masked tokens are compared with plain `transformers`; rows of one document, which a ring needs, with one rank.
+Layouts are FSDP, replicated weights, Ulysses, ring, and combinations. Rows of several documents with masked tokens are
+compared with plain `transformers`. Rows of one document, which a ring requires, are compared with one rank.
 
-As a program, `python -m unspool.verification.rank_layouts FOLDER RANK WORLD_SIZE DEVICE` is one rank.
+Each rank runs `python -m unspool.verification.rank_layouts FOLDER RANK WORLD_SIZE DEVICE` is one rank.
 """
 
 import json
@@ -40,14 +40,14 @@ from unspool.verification.case import Case, Check, Measured, SkippedError, error
 from unspool.verification.fixtures import FAMILIES, NUM_ROWS, ModelSpec, Step, build_steps
 from unspool.verification.ground_truth import STEP, Outcome, compare
 
-PACKED, SINGLE = "several", "single"  # the step of promise 2, and the same with one document per row
+PACKED, SINGLE = "several", "single"  # the step of promise 2; the same step with one document per row
 TIMEOUT_SECONDS = 300
 DONE = "done\n"
 Results = dict[str, tuple[float, dict[str, Tensor]]]  # layout: loss and gradient
 
 
 class RankGroup(Protocol):
-    """Ranks that compute a request together."""
+    """Ranks that together compute a request."""
 
     world_size: int
 
@@ -56,7 +56,7 @@ class RankGroup(Protocol):
 
 @dataclass(frozen=True)
 class RankLayout:
-    """Sizes of the mesh axes, and the step it is tried on."""
+    """Sizes of the mesh axes, and the step to compute."""
 
     step: str
     replicate: int
@@ -72,7 +72,7 @@ class RankLayout:
 
 
 def rank_check(ranks: RankGroup) -> Check:
-    what = "one step on several ranks (FSDP, Ulysses, ring and combinations), against one rank"
+    what = "one step on several ranks (FSDP, Ulysses, ring, combinations) vs. one rank"
     return Check("ranks", 2, what, partial(check_ranks, ranks=ranks))
 
 
@@ -89,7 +89,7 @@ def check_ranks(case: Case, ranks: RankGroup) -> list[Measured]:
     }
     found = ranks.compute(request)
     if not found:
-        raise SkippedError(f"no layout of {ranks.world_size} ranks fits its heads and layer types")
+        raise SkippedError(f"no layout of {ranks.world_size} ranks fits this model's heads and layer types")
     wanted = {
         PACKED: case.truths[PACKED],
         SINGLE: train_outcome(case.model, single_documents(case.steps[PACKED])),
@@ -104,7 +104,7 @@ def check_ranks(case: Case, ranks: RankGroup) -> list[Measured]:
 
 
 def possible_layouts(world_size: int, num_heads: int, num_kv_heads: int, length: int) -> Iterator[RankLayout]:
-    """All layouts of `world_size` ranks that a model with these heads allows, with and without document masks."""
+    """All layouts of `world_size` ranks for a model with these heads, with and without document masks."""
     sizes = [size for size in range(1, world_size + 1) if world_size % size == 0]
     for step, replicate, ring, ulysses in product((PACKED, SINGLE), sizes, sizes, sizes):
         work = Work(
@@ -120,13 +120,13 @@ def possible_layouts(world_size: int, num_heads: int, num_kv_heads: int, length:
             check_layout(layout, work)
         except ConfigError:
             continue
-        # Replicas of sharded weights, of Ulysses and of single ranks; replicas of combinations add nothing.
+        # Test replicas of FSDP, Ulysses and single ranks. Replicas of combinations would test nothing new.
         if replicate == 1 or (ring == 1 and 1 in (layout.shard, ulysses)):
             yield RankLayout(step, **asdict(layout))
 
 
 def single_documents(step: Step) -> Step:
-    """The same tokens and masks, with every row as one document."""
+    """The same tokens and masks, but each row is one document."""
     return Step(SINGLE, tuple(replace(row, doc_lens=np.array([len(row.tokens)], dtype=np.int32)) for row in step.rows))
 
 
@@ -134,7 +134,7 @@ def single_documents(step: Step) -> Step:
 
 
 def compute_layouts(request: dict[str, Any], *, world_size: int) -> Results:
-    """Loss and whole gradient by layout, without layouts that cannot compute the model, such as windows on a ring."""
+    """Loss and full gradient by layout. Skips layouts that cannot run the model, such as windows on a ring."""
     device = torch.device(request["device"])
     family = FAMILIES.get(request["name"])
     spec = ModelSpec(name=request["name"], ref=request["ref"], rope=family.rope if family else None)
@@ -153,7 +153,7 @@ def compute_layouts(request: dict[str, Any], *, world_size: int) -> Results:
 
 
 def _train_on_ranks(model: Any, step: Step, layout: RankLayout, *, world_size: int) -> tuple[float, dict[str, Tensor]]:
-    """One step as a stage trains on ranks, with the gradient gathered instead of applied."""
+    """One step as in a stage on several ranks, but gather the gradient instead of applying it."""
     config = ParallelConfig(replicate=layout.replicate, ring=layout.ring, ulysses=layout.ulysses)
     device_type = next(model.parameters()).device.type
     mesh = build_mesh(config, world_size, device_type)
@@ -171,7 +171,7 @@ def _train_on_ranks(model: Any, step: Step, layout: RankLayout, *, world_size: i
 
 
 class _GradientGatherer:
-    """Replaces the updater; gathering is a collective over all ranks."""
+    """Replaces the updater. Gathering is a collective over all ranks."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -193,8 +193,8 @@ class _GradientGatherer:
 class RankProcesses(AbstractContextManager["RankProcesses"]):
     """Local rank processes that wait for requests: `with RankProcesses(2) as ranks: ranks.compute(…)`.
 
-    They start once, because each takes seconds to import torch. Ranks that share a GPU use gloo. If a rank fails or
-    does not answer in time, all are killed, and the error message contains its error.
+    They start once, because each process needs seconds to import torch. Ranks that share a GPU use gloo. If a rank
+    fails or times out, all ranks are killed and the error message contains the rank's error.
     """
 
     def __init__(self, world_size: int) -> None:
@@ -238,7 +238,7 @@ class RankProcesses(AbstractContextManager["RankProcesses"]):
             self._children.append(child)
 
     def _wait(self) -> None:
-        """Wait for a line of every rank, or for the first rank that exits."""
+        """Wait for a line from every rank, or for the first rank to exit."""
         with selectors.DefaultSelector() as selector:
             for child in self._children:
                 assert child.stdout is not None
@@ -248,14 +248,14 @@ class RankProcesses(AbstractContextManager["RankProcesses"]):
                 if not ready:
                     raise TimeoutError(f"ranks did not answer within {TIMEOUT_SECONDS} s")
                 for key, _ in ready:
-                    # Gloo prints to the same stream when it connects.
+                    # Gloo also prints to this stream when it connects.
                     while (line := key.fileobj.readline()) != DONE:  # type: ignore[union-attr]
                         if not line:
                             raise BrokenPipeError("a rank exited")
                     selector.unregister(key.fileobj)
 
     def _problem(self) -> str:
-        """Of the ranks that exited, the first error that is not about a lost connection, else their signals."""
+        """First error of an exited rank that is not a lost connection, else the signals that killed ranks."""
         killed = []
         for rank, child in enumerate(self._children):
             try:
@@ -263,7 +263,7 @@ class RankProcesses(AbstractContextManager["RankProcesses"]):
             except subprocess.TimeoutExpired:
                 continue
             error = error_line((self._folder / f"errors-{rank}").read_text())
-            # A rank may be killed because of another's error, so errors come before signals.
+            # One rank's error may kill other ranks, so report errors before signals.
             if code < 0:
                 output = f"; its last output: {error}" if error else ""
                 killed.append(f"rank {rank} was killed by {signal.Signals(-code).name}{output}")

@@ -1,4 +1,4 @@
-"""The list of checks, running them, and the table of their results."""
+"""Run the checks and format their results."""
 
 import math
 import time
@@ -23,33 +23,33 @@ from unspool.verification.rank_layouts import RankGroup, rank_check
 
 PROMISES = {
     1: "Packing changes neither a document's loss nor its gradient; perturbing one document changes no other.",
-    2: "Loss and gradient of a step do not depend on its split into micro-batches, the order of its rows or ranks.",
-    3: "A run killed at any moment and resumed gives the same weights as one never killed.",
+    2: "Loss and gradient of a step do not depend on micro-batches, row order or ranks.",
+    3: "A run that is killed at any moment and resumed ends with the same weights.",
     4: "Exported checkpoints give the same logits in plain transformers.",
     5: "Chunked loss, activation checkpointing, offload and tiling change memory, not results.",
 }
 
 
 def build_checks(plain: PlainProcess, *, kills: int = runs.KILLS, ranks: RankGroup | None = None) -> dict[str, Check]:
-    """All checks by name. `plain` loads exports, a run is killed `kills` times, `ranks` share a step."""
+    """All checks by name. `plain` loads exports, `kills` is the number of kills, `ranks` compute a step together."""
     checks = [
-        Check("packing", 1, "loss and gradient of documents in a packed row, against each alone", steps.check_packing),
-        Check("isolation", 1, "replacing the text of one document leaves others bitwise equal", steps.check_isolation),
-        Check("position-shift", 1, "a document at higher positions, against it at 0", steps.check_position_shift),
-        Check("micro-batches", 2, "eight rows in micro-batches of one, four and eight", steps.check_micro_batches),
-        Check("row-order", 2, "one step with its rows in other orders", steps.check_row_order),
+        Check("packing", 1, "loss and gradient of documents in a packed row vs. each alone", steps.check_packing),
+        Check("isolation", 1, "replacing one document's tokens leaves the others bitwise equal", steps.check_isolation),
+        Check("position-shift", 1, "a document at higher positions vs. at position 0", steps.check_position_shift),
+        Check("micro-batches", 2, "eight rows in micro-batches of 1, 4 and 8", steps.check_micro_batches),
+        Check("row-order", 2, "one step with its rows in different orders", steps.check_row_order),
         *([rank_check(ranks)] if ranks else []),
-        Check("resume", 3, "a stage interrupted after several steps, against an uninterrupted one", runs.check_resume),
+        Check("resume", 3, "a stage interrupted several times vs. an uninterrupted stage", runs.check_resume),
         Check(
             "sigkill",
             3,
-            "a process killed at random moments (--kills) and restarted, against one never killed",
+            "a process killed at random moments (`kills`) and restarted vs. an uninterrupted one",
             partial(runs.check_kills, kills=kills),
             once=True,
         ),
-        Check("export", 4, "logits of the export in a process without Unspool", partial(check_export, plain=plain)),
-        Check("rope-tables", 4, "cosines and sines up to the last position, against float64", check_rope_tables),
-        Check("chunked-loss", 5, "loss and gradients in chunks, against all logits at once", check_chunked_loss),
+        Check("export", 4, "logits of the export, loaded without Unspool", partial(check_export, plain=plain)),
+        Check("rope-tables", 4, "cosines and sines up to the last position vs. float64", check_rope_tables),
+        Check("chunked-loss", 5, "chunked loss and gradients vs. all logits at once", check_chunked_loss),
         *policy_checks(),
     ]
     return {check.name: check for check in checks}
@@ -57,7 +57,7 @@ def build_checks(plain: PlainProcess, *, kills: int = runs.KILLS, ranks: RankGro
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """One measured quantity. `error` and `tolerance` are None where nothing could be measured."""
+    """One measured quantity. `error` and `tolerance` are None if nothing was measured."""
 
     promise: int
     check: str
@@ -97,7 +97,7 @@ def run_check(check: Check, case: Case) -> list[Result]:
         measured = check.measure(case)
     except (SkippedError, ConfigError) as error:
         return [make(status="skipped", detail=str(error))]
-    except RuntimeError as error:  # from torch: out of memory, a kernel that refuses its input
+    except RuntimeError as error:  # from torch, such as out of memory or a kernel that rejects its input
         return [make(status="failed", detail=first_line(error))]
     return [make(**vars(one), status="passed" if one.passed else "failed") for one in measured]
 
@@ -133,9 +133,9 @@ def _result(
 
 
 def table_rows(results: Sequence[Result], *, each: bool) -> list[tuple[str, ...]]:
-    """Cells of the table: a row per check with the model closest to its tolerance; with `each`, a row per model.
+    """Rows of the table: per check, the model closest to its tolerance. With `each`, one row per model.
 
-    Failures always have their own row.
+    Every failure gets its own row.
     """
     groups: dict[tuple[str, ...], list[Result]] = defaultdict(list)
     for result in results:
@@ -144,11 +144,11 @@ def table_rows(results: Sequence[Result], *, each: bool) -> list[tuple[str, ...]
         is_single = each or result.status == "failed"
         groups[result.check, result.quantity, result.device, result.model if is_single else ""].append(result)
     rows = [_table_row(group) for group in groups.values()]
-    return sorted(rows, key=lambda row: row[3])  # by device; checks stay in their order
+    return sorted(rows, key=lambda row: row[3])  # by device; the order of checks does not change
 
 
 def reasons(results: Iterable[Result]) -> list[str]:
-    """Why checks failed or were skipped, each reason once with its checks and models."""
+    """Reasons for failed and skipped checks, each once, with its checks and models."""
     models: dict[tuple[str, str, str], list[str]] = defaultdict(list)
     for result in results:
         if result.status != "passed" and result.detail:
@@ -165,7 +165,7 @@ def reasons(results: Iterable[Result]) -> list[str]:
 
 def summary_line(results: Sequence[Result]) -> str:
     counts = {status: sum(result.status == status for result in results) for status in ("passed", "failed", "skipped")}
-    return ", ".join(f"{count} {status}" for status, count in counts.items() if count) or "nothing to check"
+    return ", ".join(f"{count} {status}" for status, count in counts.items() if count) or "no checks ran"
 
 
 def _table_row(group: Sequence[Result]) -> tuple[str, ...]:
@@ -184,7 +184,7 @@ def _table_row(group: Sequence[Result]) -> tuple[str, ...]:
 
 
 def _closeness(result: Result) -> float:
-    """The share of its tolerance that an error takes."""
+    """Error divided by tolerance."""
     if result.error is None or result.tolerance is None or math.isnan(result.error):
         return math.inf
     if result.error == 0:

@@ -1,4 +1,4 @@
-"""Promises 1 and 2: packing, micro-batches and the order of rows change neither loss nor gradient."""
+"""Promises 1 and 2: packing, micro-batches and row order change neither loss nor gradient."""
 
 from collections.abc import Sequence
 
@@ -18,17 +18,17 @@ SHIFT = 64
 
 
 def check_packing(case: Case) -> list[Measured]:
-    """Documents trained in one packed row against each alone in plain `transformers`."""
+    """Compare documents in a packed row with each document alone in plain `transformers`."""
     found: list[tuple[str, Difference]] = []
     for name in sorted(case.steps.keys() & {"unequal", "equal"}):
         step, truth = case.steps[name], case.truths[name]
         found.append((name, compare(train_outcome(case.model, step), truth)))
         for number in range(len(step.rows[0].doc_lens)):
-            # Equal documents differ only in their place in the row: one of them is enough.
+            # Equal documents differ only in their place in the row, so one of them is enough.
             if f"document {number}" in truth.losses and (name == "unequal" or number == GRADIENT_DOCUMENT):
                 outcome = train_document(case.model, step, number, gradient=number == GRADIENT_DOCUMENT)
                 found.append((name, compare(outcome, truth)))
-    # RoPE depends only on distances, so losses would hardly show positions that do not restart.
+    # RoPE depends only on distances, so a loss barely changes if positions do not restart.
     (row,) = case.steps["unequal"].rows
     positions = build_batch([row], attention="intra_document").position_ids.numpy()
     wanted = np.concatenate([np.arange(doc_len) for doc_len in row.doc_lens.tolist()])
@@ -39,7 +39,7 @@ def check_packing(case: Case) -> list[Measured]:
 def check_isolation(case: Case) -> list[Measured]:
     """Replace the text of one document: the hidden states of all others must be bitwise equal.
 
-    Also the gradient of one document's output with respect to the input of the others must be zero.
+    The gradient of one document's output with respect to other documents' inputs must also be zero.
     """
     (row,) = case.steps["unequal"].rows
     begin = int(row.doc_lens[:GRADIENT_DOCUMENT].sum())
@@ -51,7 +51,7 @@ def check_isolation(case: Case) -> list[Measured]:
     after, _ = _hidden_states(case, with_tokens(row, GRADIENT_DOCUMENT, other.astype(np.uint32)))
     changed = (before - after).abs().float()
     if not float(changed[own].max()) > 0:
-        raise SkippedError("the output of the replaced document does not change, so the others prove nothing")
+        raise SkippedError("replacing a document does not change its own output, so the check proves nothing")
     states, embedded = _hidden_states(case, row, with_grad=True)
     (grad,) = torch.autograd.grad(states[own].float().square().sum(), embedded)
     leaks = {"hidden states": changed, "input gradient": grad[0].abs().float().clone()}
@@ -67,11 +67,11 @@ def check_isolation(case: Case) -> list[Measured]:
 
 
 def check_position_shift(case: Case) -> list[Measured]:
-    """Add the same number to all positions of a document: RoPE depends only on distances, so nothing changes."""
+    """Add an offset to all positions of a document. RoPE depends only on distances, so outputs must not change."""
     (row,) = case.steps["unequal"].rows
     tokens = torch.from_numpy(row.tokens[: row.doc_lens[0]].astype(np.int64)).to(case.device)[None]
     positions = torch.arange(tokens.shape[1], device=case.device)[None]
-    # The same for both, where frequencies depend on it.
+    # Same length for both, because some RoPE methods depend on it.
     length = {"doc_lens": (tokens.shape[1],), "rope_spans": ((tokens.shape[1], tokens.shape[1] + SHIFT),)}
     backbone = case.model_in_fp32().base_model
     with torch.no_grad():
@@ -84,18 +84,18 @@ def check_position_shift(case: Case) -> list[Measured]:
 
 
 def check_micro_batches(case: Case) -> list[Measured]:
-    """Eight rows in micro-batches of one, four and eight; some rows have a loss on a tenth of their tokens only."""
+    """Compute eight rows in micro-batches of 1, 4 and 8. Some rows have a loss on only 10% of their tokens."""
     return _compare_splits(case, [(count, range(NUM_ROWS)) for count in (1, 4, 8)])
 
 
 def check_row_order(case: Case) -> list[Measured]:
-    """The same rows in reverse order, and in a random order."""
+    """Compute the same rows in reverse and in random order."""
     order = rng_for(case.seed, "verify", "order").permutation(NUM_ROWS).tolist()
     return _compare_splits(case, [(1, range(NUM_ROWS)[::-1]), (2, order)])
 
 
 def _compare_splits(case: Case, splits: list[tuple[int, Sequence[int]]]) -> list[Measured]:
-    """Each split: rows per micro-batch, and the order of all rows."""
+    """Compare splits, given as (rows per micro-batch, order of all rows)."""
     step, truth = case.steps["several"], case.truths["several"]
     found = [
         compare(train_outcome(case.model, step, rows_at_once=count, order=order), truth) for count, order in splits
@@ -104,7 +104,7 @@ def _compare_splits(case: Case, splits: list[tuple[int, Sequence[int]]]) -> list
 
 
 def _hidden_states(case: Case, row: Row, *, with_grad: bool = False) -> tuple[Tensor, Tensor]:
-    """The last hidden states [T, D] of a packed row in the precision of training, and its input embeddings."""
+    """Last hidden states [T, D] of a packed row in training precision, and its input embeddings."""
     inputs = build_batch([row], attention="intra_document").to(case.device).model_inputs
     embedded = case.model.get_input_embeddings()(inputs.pop("input_ids")).detach().requires_grad_(with_grad)
     with torch.set_grad_enabled(with_grad):

@@ -196,9 +196,7 @@ def test_labels_keep_their_numbers_and_are_shuffled_by_the_text(clone: Path):
     assert all(numbers[int(text[1:]) % 6] == int(label) for text, label in shown)
 
 
-def test_long_texts_are_cut_by_tokens_of_the_tokenizer_that_stands_for_llama_2(
-    clone: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_long_texts_are_cut_by_tokens_of_the_llama_2_tokenizer(clone: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(clone_books.LONGER_THAN, "infbench_qa", 5000)
     words = Tokenizer(models.WordLevel({"<unk>": 0}, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -235,8 +233,10 @@ def test_the_result_says_what_differs_and_what_cannot_be_checked(clone: Path, mo
     monkeypatch.setitem(helmet_clone.KNOWN, "data.py", (ours,))
     known = said()
     assert known["comparable"] is None
-    assert known["comparability"].startswith("comparable with published numbers only if these are the published files")
-    assert "no hash of them is known: data/kilt/nq-dev-multikilt_1000_k20_dep6.jsonl" in known["comparability"]
+    assert known["comparability"].startswith(
+        "comparable with published numbers only if these files are the published ones"
+    )
+    assert "their hashes are not known: data/kilt/nq-dev-multikilt_1000_k20_dep6.jsonl" in known["comparability"]
     made = said("json_kv")
     assert made["comparable"] is False
     assert "test_k50_dep6.jsonl (missing, so generated)" in made["comparability"]
@@ -255,13 +255,13 @@ def test_keys_are_generated_with_the_clones_words_where_its_file_is_missing(
 @pytest.mark.parametrize(
     ("task", "settings", "said"),
     [
-        ("triviaqa", {}, r"triviaqa-dev-multikilt_1000_k20_dep6\.jsonl is missing, which helmet triviaqa needs; get"),
-        ("banking77", {}, "HELMET loads banking77 from the Hugging Face Hub; give its rows as banking77 under"),
-        ("narrativeqa", {}, "texts of narrativeqa by tokens of Llama 2; give its tokenizer"),
+        ("triviaqa", {}, r"triviaqa-dev-multikilt_1000_k20_dep6\.jsonl is missing, and helmet triviaqa needs it; get"),
+        ("banking77", {}, "HELMET loads banking77 from the Hugging Face Hub; set its rows as banking77 under"),
+        ("narrativeqa", {}, "texts of narrativeqa by tokens of Llama 2; set its tokenizer"),
         ("nq", {"length": 5000}, "HELMET has no length 5000; use 4K, 8K, 16K, 32K, 64K, 128K"),
     ],
 )
-def test_what_is_missing_is_said_in_one_sentence(clone: Path, task: str, settings: dict[str, Any], said: str):
+def test_missing_data_is_reported_in_one_sentence(clone: Path, task: str, settings: dict[str, Any], said: str):
     with pytest.raises(ConfigError, match=said):
         plan(clone, task, **settings)
 
@@ -269,11 +269,11 @@ def test_what_is_missing_is_said_in_one_sentence(clone: Path, task: str, setting
 def test_a_row_or_a_template_of_another_kind_is_named_with_its_question(clone: Path):
     rows = [{"id": "q", "question": "who", "answers": ["ada"]}]
     planned = plan(clone, "nq", paths={"nq": write_lines(clone / "odd.jsonl", rows)})
-    with pytest.raises(DataError, match=r"question 0 of helmet nq is not as HELMET has it \(KeyError: 'ctxs'\)"):
+    with pytest.raises(DataError, match=r"question 0 of helmet nq has an unexpected format \(KeyError: 'ctxs'\)"):
         questions(planned)
-    with pytest.raises(DataError, match="a file of helmet popqa is not as HELMET has it"):
+    with pytest.raises(DataError, match="a file of helmet popqa has an unexpected format"):
         demos = {"popqa": write_lines(clone / "odd.jsonl", rows), "popqa_demos": str(clone / "odd.jsonl")}
         plan(clone, "popqa", paths=demos)
     (clone / "data.py").write_text(DATA.replace("passage_template", "other_template"))
-    with pytest.raises(DataError, match=r"data\.py has no passage_template for helmet nq; give a clone of"):
+    with pytest.raises(DataError, match=r"data\.py has no passage_template for helmet nq; pass a clone of"):
         questions(plan(clone, "nq"))

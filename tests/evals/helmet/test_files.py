@@ -92,7 +92,7 @@ def test_a_question_without_passages_gets_the_pools_best_with_an_answer(
     assert [item.gold[0].title for item in sources.qa("triviaqa").items] == ["T5"]
 
 
-def test_popular_questions_of_popqa_are_left_out(tmp_path: Path, tokenizer: PreTrainedTokenizerFast):
+def test_popular_questions_of_popqa_are_skipped(tmp_path: Path, tokenizer: PreTrainedTokenizerFast):
     rows = [{**SHAPES[1], "id": at, "s_pop": popular} for at, popular in enumerate((10, 999, 1000, 50_000))]
     sources = loaded(tokenizer, popqa=written(tmp_path / "p.jsonl", rows))
     assert [item.id for item in sources.qa("popqa").items] == ["0", "1"]
@@ -143,7 +143,7 @@ def test_files_that_are_missing_empty_or_broken_are_named(tmp_path: Path, tokeni
         SUITE.tasks["trec_fine"].build(sources, Ask(length=1024, seed=0, index=0))
 
 
-def test_distractors_are_alike_and_never_answer():
+def test_distractors_are_similar_and_never_answer():
     pool = Pool([Passage(row["title"], row["text"]) for row in passages(40)])
     item = qa_item({"question": "river number 5 and town", "answers": ["town 35"], "gold": [passages(6)[5]]}, "f")
     found = [passage.title for passage in pool.distractors(item)]

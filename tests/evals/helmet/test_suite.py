@@ -82,7 +82,7 @@ def test_depths_of_consecutive_indices_cover_the_context_evenly(name: str, sourc
     assert np.histogram(depths, bins=4, range=(0, 1))[0].min() >= 3
 
 
-def test_the_depth_is_where_the_passage_stands(sources: Sources):
+def test_the_depth_is_the_position_of_the_passage(sources: Sources):
     for index in range(6):
         asked = SUITE.tasks["nq"].build(sources, Ask(length=8192, seed=0, index=index))
         passages = asked.context.rsplit("Answer: ", 1)[1].split("\n\n", 1)[1]
@@ -129,7 +129,7 @@ def test_labels_are_reshuffled_for_every_question_and_balanced(sources: Sources)
     assert moved, "every label kept its sentences, so labels were not reshuffled"
 
 
-def test_the_asked_label_is_shown_even_where_labels_outnumber_examples(sources: Sources):
+def test_the_right_label_is_shown_even_if_labels_outnumber_examples(sources: Sources):
     for index in range(5):
         asked = SUITE.tasks["clinc150"].build(sources, Ask(length=1024, seed=0, index=index))
         assert asked.meta["shots"] < 151

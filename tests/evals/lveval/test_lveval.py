@@ -57,7 +57,7 @@ def test_the_level_that_fills_the_length_is_read(tmp_path: Path, tokenizer: PreT
         sources.questions("cmrc_mixup", 1000)
 
 
-def test_the_middle_is_cut_and_the_instruction_stands_on_both_sides(tmp_path: Path, tokenizer: PreTrainedTokenizerFast):
+def test_the_middle_is_cut_and_the_instruction_is_on_both_sides(tmp_path: Path, tokenizer: PreTrainedTokenizerFast):
     released(tmp_path, "loogle_SD_mixup", "16k")
     task = SUITE.tasks["loogle_SD_mixup"]
     sources = loaded(tokenizer, data=str(tmp_path), segmenter="characters")

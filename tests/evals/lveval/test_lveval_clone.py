@@ -63,5 +63,5 @@ def test_a_length_without_a_level_and_a_missing_file_are_refused(clone: Path):
         plan(clone, length=8192)
     with pytest.raises(ConfigError, match=r"loogle_SD_mixup_32k\.jsonl is missing"):
         plan(clone, length=32_768)
-    with pytest.raises(ConfigError, match="give the folder as data under `paths`"):
+    with pytest.raises(ConfigError, match="set the folder as data under `paths`"):
         plan(clone, paths={"segmenter": "characters"})

@@ -29,7 +29,7 @@ def qa(squad: Sources, mode: Any, count: int, length: int = 4096) -> list[Questi
     return [SUITE.tasks["qa_1"].build(squad, ask) for ask in asks]
 
 
-def test_the_gold_paragraph_of_squad_stands_at_one_depth_per_number_of_documents(squad: Sources) -> None:
+def test_the_gold_paragraph_of_squad_has_one_depth_per_number_of_documents(squad: Sources) -> None:
     reference, fixed = qa(squad, "reference", 40), qa(squad, "fixed", 40)
 
     by_count: dict[int, set[float | None]] = {}
@@ -76,7 +76,7 @@ def test_distractors_come_from_the_same_article_first(squad: Sources) -> None:
             assert asked.context.count(f"About {article}x") == 8
 
 
-def test_common_words_stand_at_the_same_places_in_every_sample(build: Build) -> None:
+def test_common_words_have_the_same_positions_in_every_sample(build: Build) -> None:
     def places(asked: Question) -> tuple[int, ...]:
         listed = asked.context.rsplit("often.\n", 1)[1].split()[1::2]
         return tuple(at for at, word in enumerate(listed) if word in asked.references)
@@ -87,7 +87,7 @@ def test_common_words_stand_at_the_same_places_in_every_sample(build: Build) -> 
     assert len(set(fixed)) == 6
 
 
-def test_coded_words_of_a_rank_stand_at_the_same_places_in_every_sample(build: Build) -> None:
+def test_coded_words_of_a_rank_have_the_same_positions_in_every_sample(build: Build) -> None:
     def places(asked: Question) -> tuple[int, ...]:
         words = asked.context.split("most often. ")[1].split()
         return tuple(at for at, word in enumerate(words) if word == asked.references[0])
@@ -105,7 +105,7 @@ def test_reference_lengths_fall_short_by_whole_steps(build: Build, sources: Sour
         assert least(task, "fixed") > 1.01 * least(task, "reference")
 
 
-def test_four_needles_stand_in_one_order_in_every_sample(build: Build) -> None:
+def test_four_needles_have_one_order_in_every_sample(build: Build) -> None:
     def order(asked: Question) -> tuple[str, ...]:
         return tuple(sorted(asked.references, key=asked.context.index))
 

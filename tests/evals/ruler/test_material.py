@@ -29,7 +29,7 @@ def test_essays_are_read_on_from_their_beginning_when_they_end() -> None:
         Essay.of([" \n "])
 
 
-def test_needles_stand_between_sentences_at_their_depth(build: Build) -> None:
+def test_needles_are_between_sentences_at_their_depth(build: Build) -> None:
     for index in range(0, 40, 5):
         asked = build("niah_single_2", index=index)
         before, after = asked.context.split(" One special magic") if asked.depth else ("", "x " + asked.context)
@@ -148,7 +148,7 @@ def test_hotpotqa_reads_released_files_and_gold_with_a_pool(tmp_path: Path) -> N
     assert parts.queries[0].golds == (0,)
 
 
-def test_wrong_files_are_told_in_a_sentence(tmp_path: Path, shipped_tokenizer: Any) -> None:
+def test_wrong_files_are_reported_in_one_sentence(tmp_path: Path, shipped_tokenizer: Any) -> None:
     wrong = tmp_path / "wrong.jsonl"
     wrong.write_text('{"text": "hello"}\n')
     broken = tmp_path / "broken.json"
@@ -161,7 +161,7 @@ def test_wrong_files_are_told_in_a_sentence(tmp_path: Path, shipped_tokenizer: A
         ({"hotpotqa": str(wrong)}, DataError, "record 1: not a HotpotQA record"),
         ({"squad": str(broken)}, DataError, "cannot be read"),
         ({"squad": str(tmp_path / "none.json")}, ConfigError, "file not found"),
-        ({"hotpotqa_pool": str(wrong)}, ConfigError, "set paths.hotpotqa too"),
+        ({"hotpotqa_pool": str(wrong)}, ConfigError, "also set paths.hotpotqa"),
         ({"words": str(few)}, DataError, "3 different words"),
         ({"haystack": str(tmp_path / "none.txt")}, ConfigError, "none.txt"),
     ):

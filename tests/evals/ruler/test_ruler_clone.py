@@ -85,7 +85,7 @@ def test_without_a_reference_the_result_says_that_it_is_not_comparable(tmp_path:
     found = scored(own, tmp_path, shipped_tokenizer)
 
     assert found["comparable"] is False and found["benchmark"] is None
-    assert found["comparability"].startswith("not comparable with published numbers: the wording and data are not")
+    assert found["comparability"].startswith("not comparable with published numbers: wording and data are not")
 
 
 def test_changed_files_are_named_and_make_scores_incomparable(clone: Path, tmp_path: Path, shipped_tokenizer) -> None:
@@ -121,7 +121,7 @@ def test_line_ends_of_a_checkout_do_not_matter(clone: Path) -> None:
     assert SUITE.chosen_reference(entry(clone, "niah_multikey_3"), Path()).differs == ()
 
 
-def test_prompt_files_are_asked_as_they_are(
+def test_prompt_files_are_used_unchanged(
     clone: Path, tmp_path: Path, shipped_tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written = write_prompts(clone, tmp_path / "prompts", shipped_tokenizer, monkeypatch, "vt", "niah_multiquery")
@@ -151,13 +151,13 @@ def test_prompt_files_in_other_words_are_named(
 @pytest.mark.parametrize(
     ("damage", "tasks", "message"),
     [
-        (ruler_clone.SQUAD, ["qa_1"], r"squad.json is missing; run download_qa_dataset.sh there, .* or leave out qa_1"),
+        (ruler_clone.SQUAD, ["qa_1"], r"squad.json is missing; run download_qa_dataset.sh there, .* or remove qa_1"),
         (
             ruler_clone.ESSAYS,
             ["niah_single_2", "vt"],
-            r"PaulGrahamEssays.json is missing; .* leave out niah_single_2\.",
+            r"PaulGrahamEssays.json is missing; .* remove niah_single_2\.",
         ),
-        (f"{ruler_clone.SYNTHETIC}/niah.py", ["niah_single_1"], r"niah.py is missing; give a complete clone"),
+        (f"{ruler_clone.SYNTHETIC}/niah.py", ["niah_single_1"], r"niah.py is missing; pass a complete clone"),
         (
             ruler_clone.CONSTANTS,
             ["vt"],
@@ -176,10 +176,10 @@ def test_a_missing_file_is_one_sentence(clone: Path, damage: str, tasks: list[st
 @pytest.mark.parametrize(
     ("name", "content", "tasks", "message"),
     [
-        (ruler_clone.WORDS, "version https://git-lfs.github.com/spec/v1\n", ["cwe"], "is a pointer of Git LFS"),
+        (ruler_clone.WORDS, "version https://git-lfs.github.com/spec/v1\n", ["cwe"], "is a Git LFS pointer"),
         (ruler_clone.CONSTANTS, "TASKS = {", ["vt"], "constants.py: cannot be read as Python"),
         (ruler_clone.CONSTANTS, "TASKS = {}", ["vt"], "constants.py has no texts of variable_tracking"),
-        (f"{ruler_clone.SYNTHETIC}/niah.py", "", ["niah_single_1"], "niah.py gives no text to needle"),
+        (f"{ruler_clone.SYNTHETIC}/niah.py", "", ["niah_single_1"], "niah.py assigns no text to needle"),
         (
             f"{ruler_clone.SYNTHETIC}/qa.py",
             "DOCUMENT_PROMPT = 'text'",

@@ -90,7 +90,7 @@ def test_without_counting_the_length_would_be_exceeded(sources: Sources, shipped
     assert total(shipped_tokenizer, "niah_single_2", asked) > 4096
 
 
-def test_questions_do_not_depend_on_what_was_asked_before(shipped_tokenizer: Any, build: Build) -> None:
+def test_questions_do_not_depend_on_earlier_questions(shipped_tokenizer: Any, build: Build) -> None:
     fresh = SUITE.load(shipped_tokenizer, {})
     for task in TASKS:
         for index in (7, 0):

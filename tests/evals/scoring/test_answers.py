@@ -23,14 +23,14 @@ from unspool.evals.suite import Question
 from unspool.evals.suites.helmet import rag
 
 
-def test_normalising_takes_case_punctuation_articles_and_spaces_away():
+def test_normalizing_removes_case_punctuation_articles_and_spaces():
     assert normalize("The  Cat, an  owl; A. b'c") == "cat owl bc"
     assert normalize("Theatre another") == "theatre another"
     assert normalize_zh("你好， World！ 。") == "你好world"
 
 
 @given(st.text())
-def test_normalising_twice_changes_nothing(text: str):
+def test_normalizing_twice_changes_nothing(text: str):
     # Taking punctuation away may join letters into an article, which the second time goes: that is SQuAD's rule.
     once = normalize(text)
     assert normalize(once) == once
@@ -51,7 +51,7 @@ def test_equal_and_contained(output: str, reference: str, equal: float, containe
     assert sub_em(output, reference) == sub_em_reference(output, reference) == contained
 
 
-def test_a_reference_that_normalises_to_nothing_is_in_everything_only_in_reference_mode():
+def test_a_reference_that_normalizes_to_nothing_is_in_every_output_only_in_reference_mode():
     assert sub_em_reference("", "The") == exact_match_reference("", "A") == 1
     assert sub_em("", "The") == exact_match("", "A") == 0
     assert sub_em("so the answer", "The") == exact_match("a", "A") == 1

@@ -65,7 +65,7 @@ def test_sentences_keep_the_marks_that_follow_them():
     assert claims_of("red [1], blue [2].", question="Which?") == ["Which? red [1]", "Which? blue [2]"]
 
 
-def test_marks_and_new_lines_are_taken_away_before_answers_are_sought():
+def test_marks_and_newlines_are_removed_before_the_search_for_answers():
     assert remove_citations("Red [1][2] and blue[3].") == "Red and blue."
     assert one_line("a\n\nb<|im_end|>") == "a b"
 

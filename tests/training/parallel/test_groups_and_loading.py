@@ -81,5 +81,5 @@ def test_files_without_a_weight_are_refused(answers):
 def test_settings_that_are_tried_on_weights_are_refused_where_there_are_none_yet(settings, name):
     model = build_empty(build_model().config)
 
-    with pytest.raises(ConfigError, match=f"{name} needs the weights before they are read shard by shard"):
+    with pytest.raises(ConfigError, match=f"{name} needs the full weights, but they are read shard by shard"):
         parallelize(model, None, ParallelConfig(), **settings)

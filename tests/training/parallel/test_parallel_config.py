@@ -51,7 +51,7 @@ def test_what_fits_is_taken(changes):
     [
         ({"ulysses": 3}, "ulysses 3 = 3 ranks do not divide the 8 ranks.*one of 1, 2, 4 or 8"),
         ({"ulysses": 4, "ring": 4}, "ulysses 4 × ring 4 = 16 ranks.*one of 1, 2, 4 or 8"),
-        ({"shard": 4}, "shard=4 .* makes 4 ranks, and this run has 8; use shard 8 or auto"),
+        ({"shard": 4}, "shard=4 .* is 4 ranks, but this run has 8; use shard 8 or auto"),
         ({"world_size": 12, "ulysses": 12}, "ulysses=12 .*32 query and 8 KV heads.*use 1, 2, 4, 8, 16 or 32"),
         ({"work": {"num_heads": 28, "num_kv_heads": 4}, "ulysses": 8}, "28 query and 4 KV heads.*use 1, 2, 4 or 28"),
         # Each rank could have two query heads of these, but not of whole groups.

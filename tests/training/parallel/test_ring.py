@@ -80,7 +80,7 @@ def test_the_kernel_on_a_gpu_agrees_with_plain_products(monkeypatch):
 @pytest.mark.parametrize(
     ("doc_lens", "options", "sentence"),
     [
-        ((3, 4), {}, "rows of one document, and this batch holds 2"),
+        ((3, 4), {}, "rows of one document, but this batch holds 2"),
         ((7,), {"window": 3}, "does not support sliding windows"),
         ((7,), {"softcap": 3.0}, "does not support capped scores"),
         ((7,), {"sinks": torch.zeros(4)}, "does not support sinks"),

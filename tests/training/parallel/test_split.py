@@ -79,7 +79,7 @@ def test_with_a_ring_padding_is_behind_the_only_document():
 
 
 def test_a_ring_over_several_documents_is_refused():
-    with pytest.raises(ConfigError, match="needs rows of one document, and this batch holds 10"):
+    with pytest.raises(ConfigError, match="needs rows of one document, but this batch holds 10"):
         split_batch(build(), 0, 2, ring=2)
 
 

@@ -148,7 +148,7 @@ def test_another_layout_does_not_make_a_finished_stage_anew(stages, stage_materi
     ("changes", "words"),
     [
         ({"parallel": {"ulysses": 2}}, "ulysses 2 = 2 ranks do not divide the 1 ranks of this run"),
-        ({"parallel": {"shard": 4}}, "shard=4 times the other axes makes 4 ranks, and this run has 1"),
+        ({"parallel": {"shard": 4}}, "shard=4 times the other axes is 4 ranks, but this run has 1"),
     ],
 )
 def test_a_layout_that_does_not_fit_is_refused_with_what_would(stage_materials, tmp_path, changes, words):

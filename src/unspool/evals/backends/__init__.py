@@ -1,1 +1,1 @@
-"""What answers prompts besides a model in this process: servers, vLLM, and pretenders for tests."""
+"""Backends that answer prompts: local models, servers, vLLM, and mocks for tests."""

@@ -1,4 +1,4 @@
-"""The interface of backends, which answer prompts, and the registry that finds one by name."""
+"""Interface and registry of backends, which answer prompts."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
     from unspool.evals.prompts import Prompt
 
-# Prompts without a common context are answered together, up to this many tokens in all: a row. Small, since a killed
-# run loses a row; backends on a GPU, which reads longer rows in seconds, set a greater `row_tokens`.
+# Prompts without a common context are answered together in a row of at most this many tokens. The row is small, because
+# a killed run loses one row. Backends on a GPU read longer rows in seconds and set a larger `row_tokens`.
 ROW_TOKENS = 8192
 
 
@@ -30,86 +30,86 @@ Endpoint = Literal["completions", "chat", "text"]
 
 @dataclass(frozen=True, kw_only=True)
 class PromptForm:
-    """How a backend takes prompts: as token ids, which models in this process do, as text or as chat messages."""
+    """Format in which a backend takes prompts: token ids (local models), text or chat messages."""
 
     endpoint: Endpoint = "completions"
-    adds_opening: bool = True  # text: the server puts BOS before it, as the tokenizer does
+    adds_opening: bool = True  # text: the server adds BOS, like the tokenizer
     template_tokens: int = 0  # chat: tokens that the server's template adds to a message
     prefill: Mapping[str, Any] | None = None
-    """Chat: fields of a request with which the server continues a last message of the assistant; None: it cannot."""
+    """Chat: request fields that make the server continue an assistant message. None: it cannot."""
 
 
 TOKEN_IDS = PromptForm()
 
 
 class ContextLimit(NamedTuple):
-    """Tokens that a model claims to read and write, and where that is written."""
+    """Context length that a model claims, and the source of that number."""
 
     tokens: int
     source: str
 
 
 class Backend:
-    """Answers prompts. A backend implements `answers` and overrides what differs from the defaults."""
+    """Answers prompts. A backend implements `answers` and overrides defaults that do not apply."""
 
     tokenizer: Any
     width: int = 1
-    """Prompts that it answers at the same time, asked by as many threads."""
+    """Number of prompts answered concurrently, by as many threads."""
     block_size: int = 1
-    """Prompts that it wants in one call of `answers_all`; used where it is above 1."""
+    """Number of prompts per call of `answers_all`. Used if above 1."""
     row_tokens: int = ROW_TOKENS
-    """Most tokens of prompts without a common context that are answered together."""
+    """Maximum tokens per row of prompts without a common context."""
     packs_contexts: bool = False
-    """Whether contexts of suites such as niah go into rows as well."""
+    """Whether contexts of suites such as niah are also packed into rows."""
     has_losses: bool = False
-    """Whether it implements `window_losses`."""
+    """Whether the backend implements `window_losses`."""
     kind: str = "transformers"
     form: PromptForm = TOKEN_IDS
     options: "BackendOptions | None" = None
-    """How the model can be loaded again, by suites that run it themselves; None: not in this process."""
+    """Options for suites that load the model themselves. None if they cannot."""
     context_limit: ContextLimit | None = None
-    """None if it is not known."""
+    """None if unknown."""
     planned_tokens: int = 0
-    """Prompt tokens of the whole run, set before the first prompt. What was answered before a resume counts too, so
-    that the same kernels answer all prompts."""
+    """Prompt tokens of the whole run, set before the first prompt. The count includes prompts answered before a resume,
+    so that the same kernels answer all prompts."""
 
     def answers(self, prompt: "Prompt") -> list[str]:
-        """Return one text per question, decoded greedily."""
+        """Return one greedily decoded text per question."""
         raise NotImplementedError
 
     def answers_all(self, prompts: list["Prompt"]) -> list[list[str]]:
         return [self.answers(prompt) for prompt in prompts]
 
     def window_losses(self, ids: np.ndarray) -> np.ndarray:
-        """−log p of every token but the first, in nats."""
+        """−log p of every token except the first, in nats."""
         raise NotImplementedError
 
     @property
     def record(self) -> dict[str, Any]:
-        """What results say about the backend, and what decides whether two results are compared in pairs."""
+        """Backend record in results. Two results are compared in pairs only if their records are equal."""
         return {"kind": self.kind}
 
     def connect(self, record: Mapping[str, Any] | None = None) -> None:
-        """Find out what a server can do.
+        """Probe the abilities of a server.
 
-        The record of an earlier result of the same server spares the requests until `connect` is called without one.
+        With the record of an earlier result from the same server, no requests are sent.
         """
 
     @contextmanager
     def keeping_replies(self, path: Path) -> Iterator[None]:
-        """Write the replies of a server into a file as they arrive, and ask for none that is in it."""
+        """Write server replies to a file as they arrive. Requests with a stored reply are not sent."""
         yield
 
     def stop(self) -> None:
-        """End work in progress, because the run failed or is complete."""
+        """Stop work in progress, because the run failed or is complete."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RopeOverride:
-    """Another RoPE method than the model was trained with, to measure its effect without training."""
+    """Replace a model's RoPE method, to measure its effect without training."""
 
     rope: RopeMethod
-    context_length: int  # tokens that the method shall reach
+    context_length: int  # target context length in tokens
 
     def apply(self, model: Any) -> None:
         from unspool.models.rotary import apply_rope
@@ -126,11 +126,11 @@ class RopeOverride:
 
 @dataclass(frozen=True, kw_only=True)
 class BackendOptions:
-    """Which backend a command asks for."""
+    """Options of a backend."""
 
     kind: str = "transformers"
     model: str
-    """Folder or Hub id; for a server, where the tokenizer is found."""
+    """Folder or Hub id. For a server: folder or Hub id of its tokenizer."""
     url: str | None = None
     model_name: str | None = None
     endpoint: Any = "completions"
@@ -141,29 +141,29 @@ class BackendOptions:
     device: "torch.device | None" = None
     dtype: "torch.dtype | None" = None
     weights: str | None = None
-    """Digest of the weights of a model in memory; None: they are read from the model's files."""
+    """Digest of the weights of a model in memory. None: weights come from the model's files."""
 
     @cached_property
     def identity(self) -> str:
-        """What scores depend on besides prompts; for transformers only weights and RoPE."""
+        """What scores depend on, other than prompts. For transformers: only weights and RoPE."""
         from unspool.models.weight_files import model_digest
 
         weights = self.weights or model_digest(self.model)
         weights = weights if self.rope is None else self.rope.digest(weights)
         if self.kind == "transformers":
             return weights
-        # The endpoint of a server is part of the backend's record.
+        # A server's endpoint is already part of the backend's record.
         endpoint = None if self.kind == "openai" else self.endpoint
         return digest([weights, self.kind, self.url, self.model_name, endpoint])
 
 
 def claimed_context(ref: str, rope: RopeOverride | None = None) -> ContextLimit | None:
-    """Read a model's context from its config; None where it gives none, as of a tokenizer alone."""
+    """Read a model's context length from its config. None if the config has none."""
     from unspool.models.config import check_values, config_values, read_config_file
 
     if rope is not None:
-        return ContextLimit(rope.context_length, "--context of --rope")
-    # A folder of ours may have a model_type that only we know, so its file is read as it is.
+        return ContextLimit(rope.context_length, "context given for the RoPE method")
+    # Read the raw file: Unspool's own model_type may be unknown to transformers.
     values = read_config_file(ref)
     check_values(ref, values)
     try:
@@ -174,7 +174,7 @@ def claimed_context(ref: str, rope: RopeOverride | None = None) -> ContextLimit 
 
 
 BuildBackend = Callable[[BackendOptions], Backend]
-# Import paths, so that commands can list the names without importing torch.
+# Import paths, so that commands can list names without importing torch.
 BACKENDS: dict[str, str | BuildBackend] = {
     "transformers": "unspool.evals.backends.transformers:build",
     "vllm": "unspool.evals.backends.vllm:build",
@@ -186,31 +186,31 @@ BACKENDS: dict[str, str | BuildBackend] = {
 
 
 def register_backend(name: str, build: BuildBackend) -> None:
-    """Make a backend available as `--backend NAME`; an existing one of this name is replaced."""
+    """Register a backend under a name. Replaces a backend of the same name."""
     register(BACKENDS, name, build, kind="backend", replace=True)
 
 
 def check_options(options: BackendOptions) -> None:
-    """Refuse options that the backend does not use, rather than ignore them."""
+    """Refuse options that the backend does not use, instead of ignoring them."""
     if options.rope is not None and options.kind != "transformers":
         raise ConfigError(
-            f"--rope works with --backend transformers only; the backend here is {options.kind}. For other "
-            "engines, write the method's rope_parameters into the config of a copy of the model."
+            f"`rope` works only with `backend='transformers'`, not with {options.kind}. For other "
+            "engines, copy the model and write the method's rope_parameters into its config."
         )
     if options.processes > 1 and options.kind != "transformers":
         raise ConfigError(
-            f"--processes works with --backend transformers only; the backend here is {options.kind}. For several "
-            "requests to a server at a time, use --requests."
+            f"`processes` works only with `backend='transformers'`, not with {options.kind}. For several "
+            "concurrent requests to a server, use `requests`."
         )
     endpoint = options.endpoint if options.endpoint in ("text", "chat") else None
-    for name, value in (("--url", options.url), ("--model-name", options.model_name), ("--endpoint", endpoint)):
+    for name, value in (("url", options.url), ("model_name", options.model_name), ("endpoint", endpoint)):
         if value is not None and options.kind != "openai":
-            raise ConfigError(f"{name} works with --backend openai only; the backend here is {options.kind}.")
+            raise ConfigError(f"`{name}` works only with `backend='openai'`, not with {options.kind}.")
 
 
 def build_backend(options: BackendOptions) -> Backend:
-    """Build the backend that `options.kind` names; ConfigError if the other options do not fit it."""
-    build = lookup(BACKENDS, options.kind, kind="--backend")
+    """Build the backend `options.kind`. Raises ConfigError if other options do not fit it."""
+    build = lookup(BACKENDS, options.kind, kind="`backend`")
     if not isinstance(build, str):
         return build(options)
     check_options(options)

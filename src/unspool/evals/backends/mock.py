@@ -1,4 +1,4 @@
-"""Backends without a model: one that a suite must score at 100, one at 0, and one that must not fool it."""
+"""Backends without a model for testing suites: perfect answers, empty answers and adversarial answers."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import numpy as np
 from unspool.evals.backends.base import Backend, BackendOptions, ContextLimit, claimed_context
 from unspool.evals.prompts import Prompt, PromptQuestion
 
-# Tokens of the prompt's end that `Adversarial` repeats.
+# Number of tokens at the end of the prompt that `Adversarial` repeats.
 REPEATED = 4000
 
 
@@ -48,7 +48,7 @@ class Empty(Mock):
 
 
 class Adversarial(Mock):
-    """Repeats the end of the prompt, with control characters and markup that break careless readers."""
+    """Repeats the end of the prompt, with control characters and markup that break careless parsers."""
 
     kind = "adversarial"
 

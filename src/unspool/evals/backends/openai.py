@@ -1,7 +1,7 @@
-"""Any server with OpenAI's HTTP interface: vLLM, SGLang, llama.cpp, TGI, hosted ones.
+"""Backend for servers with OpenAI's HTTP interface: vLLM, SGLang, llama.cpp, TGI and hosted servers.
 
-The completions endpoint gets token ids, so that the server reads exactly what the hashes name; servers that take no
-ids get text, chat template included. The chat endpoint gets messages and applies its own template.
+The completions endpoint gets token ids, so the server reads exactly the prompts that the hashes identify. Servers that
+take no ids get text, including the chat template. The chat endpoint gets messages and applies the server's template.
 """
 
 import time
@@ -40,10 +40,10 @@ class Server:
 
     url: str  # such as http://localhost:8000/v1
     model: str
-    key_env: str = KEY_ENV  # environment variable with the key, if the server wants one
+    key_env: str = KEY_ENV  # environment variable with the API key, if the server needs one
     retry: RetryPolicy = field(default_factory=RetryPolicy)
     width: int = 8  # concurrent requests
-    sampling: Mapping[str, Any] = field(default_factory=dict)  # temperature, top_p, seed; greedy if empty
+    sampling: Mapping[str, Any] = field(default_factory=dict)  # temperature, top_p, seed; greedy decoding if empty
 
     def __post_init__(self) -> None:
         check_url(self.url)
@@ -53,7 +53,7 @@ class Server:
         return self.ask("completions", body, completion_text, sleep=sleep)
 
     def chat(self, messages: Payload, max_tokens: int, *, sleep: Sleep = time.sleep, **more: Any) -> str:
-        """Send messages, or a text as the only message."""
+        """Send messages. A text is sent as a single message."""
         sent = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
         body = {"messages": sent, "max_tokens": max_tokens, **more}
         return self.ask("chat/completions", body, chat_text, sleep=sleep)
@@ -67,21 +67,21 @@ class Server:
     def ask(
         self, path: str, body: dict[str, Any], read: Callable[[dict[str, Any]], Result], *, sleep: Sleep = time.sleep
     ) -> Result:
-        """Return what `read` makes of the reply, with retries."""
+        """Send a request with retries, and return the reply parsed by `read`."""
         return request_json(
             self.address(path), self.body(body), key_env=self.key_env, retry=self.retry, parse=read, sleep=sleep
         )
 
 
 def only_choice(reply: dict[str, Any]) -> dict[str, Any]:
-    """The one choice of a reply; TransientError if it has none or several."""
+    """The single choice of a reply. Raises TransientError if there is none or several."""
     choices = reply.get("choices")
     if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
         error = reply.get("error")
         said = f" ({printable_line(str(error))})" if error else "; is the server OpenAI-compatible?"
         raise TransientError("garbage", f"the server answered without `choices`{said}")
     if len(choices) > 1:
-        raise TransientError("garbage", f"the server gave {len(choices)} answers to one prompt")
+        raise TransientError("garbage", f"the server returned {len(choices)} answers to one prompt")
     return choices[0]
 
 
@@ -97,9 +97,9 @@ def chat_text(reply: dict[str, Any]) -> str:
 
 
 def token_logprobs(reply: dict[str, Any], count: int) -> list[tuple[float, bool]]:
-    """Log-probability of each of a prompt's `count` tokens but the first, and whether it was the likeliest.
+    """(log-probability, is most likely) of each of a prompt's `count` tokens except the first.
 
-    For replies to requests with `echo` and `logprobs`; TransientError if a number is missing.
+    For replies to requests with `echo` and `logprobs`. Raises TransientError if a number is missing.
     """
     found = only_choice(reply).get("logprobs")
     found = found if isinstance(found, dict) else {}
@@ -107,21 +107,21 @@ def token_logprobs(reply: dict[str, Any], count: int) -> list[tuple[float, bool]
     numbers = numbers[1:count] if isinstance(numbers, list) else []
     tops = tops[1:count] if isinstance(tops, list) else []
     if len(numbers) != count - 1 or not all(_is_logprob(number) for number in numbers):
-        raise TransientError("garbage", f"the server gave no log-probabilities for a prompt of {count} tokens")
+        raise TransientError("garbage", f"the server returned no log-probabilities for a prompt of {count} tokens")
     best = [max(filter(_is_logprob, top.values()), default=None) if isinstance(top, dict) else None for top in tops]
     if len(best) != count - 1 or None in best:
-        raise TransientError("garbage", "the server gave no log-probabilities of the likeliest tokens")
+        raise TransientError("garbage", "the server returned no log-probabilities of the most likely tokens")
     return [(float(number), number >= most) for number, most in zip(numbers, best, strict=True)]
 
 
 def _is_logprob(value: Any) -> bool:
-    # Rounding may give a little above 0.
+    # Rounding may give values slightly above 0.
     return isinstance(value, int | float) and not isinstance(value, bool) and -1e6 < value < 1e-3
 
 
 def _text(holder: dict[str, Any], name: str) -> str:
     text = holder.get(name, 0)
-    # Some servers give null for an answer of no tokens.
+    # Some servers return null for an empty answer.
     if text is not None and not isinstance(text, str):
         raise TransientError("garbage", f"the answer has no text in `{name}`")
     return text or ""
@@ -129,13 +129,13 @@ def _text(holder: dict[str, Any], name: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerAbilities:
-    """What a server can do."""
+    """Abilities of a server."""
 
     form: PromptForm = TOKEN_IDS
-    context: int | None = None  # tokens; None if the server does not list it
-    logprobs: bool = False  # of the tokens of a prompt of ids
+    context: int | None = None  # context length in tokens; None if the server does not report it
+    logprobs: bool = False  # whether it returns log-probabilities of prompt tokens
     no_penalty: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of a request that turn off penalties which the server would apply to repeated tokens."""
+    """Request fields that turn off the server's repetition penalties."""
 
     @property
     def record(self) -> dict[str, Any]:
@@ -167,7 +167,7 @@ class ServerAbilities:
 
 
 class OpenAiBackend(Backend):
-    """A server with the abilities given, or those that `probe` finds when `connect` is called."""
+    """A server with known abilities, or with abilities that `connect` probes."""
 
     kind = "openai"
 
@@ -182,11 +182,11 @@ class OpenAiBackend(Backend):
         claimed: ContextLimit | None = None,
     ) -> None:
         self.server, self.tokenizer = server, tokenizer
-        self._claimed = claimed  # for servers that do not list their context
+        self._claimed = claimed  # for servers that do not report their context
         self._endpoint, self._probe = endpoint, probe
         self._use(abilities)
         self.width = server.width
-        # Several prompts may be in progress, each with several questions.
+        # Several prompts may run concurrently, each with several questions.
         self._slots = BoundedSemaphore(server.width)
         self._stopped = Event()
         self._replies: ReplyCache | None = None
@@ -238,7 +238,7 @@ class OpenAiBackend(Backend):
             return list(pool.map(answer, prompt.questions))
 
     def logprobs(self, ids: list[int]) -> list[tuple[float, bool]]:
-        """Log-probability of every token but the first, and whether it was the likeliest."""
+        """(log-probability, is most likely) of every token except the first."""
         body = {"prompt": ids, "max_tokens": 1, "echo": True, "logprobs": 1}
         with self._slots:
             return self.server.ask("completions", body, lambda reply: token_logprobs(reply, len(ids)))
@@ -248,12 +248,12 @@ class OpenAiBackend(Backend):
         return np.array(losses)
 
     def stop(self) -> None:
-        """End the pauses between attempts of requests in progress, which then fail."""
+        """End the pauses before retries of requests in progress. These requests then fail."""
         self._stopped.set()
         self._stopped = Event()
 
     def _kept(self, asked: Any, ask: Callable[[], Result]) -> Result:
-        """The reply to what was asked before, else the reply of the server, written down when it arrives."""
+        """The stored reply, or the server's reply, which is stored when it arrives."""
         replies, key = self._replies, digest(asked)
         known: Result | None = None if replies is None else replies.read_reply(key)
         if known is None:
@@ -281,12 +281,12 @@ class OpenAiBackend(Backend):
 
 
 def build(options: BackendOptions) -> OpenAiBackend:
-    """A server that is asked as it can be asked, which `connect` finds out."""
+    """Build the backend of a server. `connect` probes how it takes prompts."""
     from unspool.evals.backends.probe import probe
     from unspool.models.tokenizer import load_tokenizer
 
     if options.url is None:
-        raise ConfigError("--backend openai needs the server's address, such as --url http://localhost:8000/v1.")
+        raise ConfigError("`backend='openai'` needs the server's address, such as `url='http://localhost:8000/v1'`.")
     server = Server(
         url=options.url,
         model=options.model_name or options.model,

@@ -1,4 +1,4 @@
-"""What a server can do: asked once, in a few requests of one token, before the first question."""
+"""Probe the abilities of a server with a few one-token requests, before the first question."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -25,27 +25,27 @@ logger = logging.getLogger(__name__)
 ENDPOINTS: tuple[Endpoint, ...] = ("completions", "text", "chat")  # best first
 SENDS: dict[Endpoint, str] = {"completions": "token ids", "text": "text", "chat": "chat messages"}
 TEXT = "The quick brown fox jumps over the lazy dog."
-# What is wrong with the server, not with the form of a request.
+# Errors of the server itself, not of the request format.
 UNAVAILABLE = {"connection", "timeout", "http_408", "http_429", "http_502", "http_503", "http_504"}
 ATTEMPTS = 3
-# Where servers list a model's context length.
+# Fields in which servers report a model's context length.
 CONTEXT_KEYS = ("max_model_len", "context_length", "context_window", "max_context_length", "n_ctx", "max_input_tokens")
 
 
-# Assumed for a server's chat template that is known neither from the tokenizer nor from token counts.
+# Assumed size of a server's chat template, if neither tokenizer nor token counts give it.
 TEMPLATE_TOKENS = 64
-# How servers are told to continue a last message of the assistant: vLLM and SGLang by fields, llama.cpp unasked.
+# Fields that make servers continue an assistant message: vLLM and SGLang need them, llama.cpp does not.
 PREFILLS: tuple[dict[str, Any], ...] = ({"continue_final_message": True, "add_generation_prompt": False}, {})
-# The names that vLLM and SGLang, and that llama.cpp have for a penalty on repeated tokens, which some servers apply
-# unasked (llama-cpp-python 1.1, vLLM what the model's generation config says): it spoils values that are to be copied.
+# Names of the repetition penalty in vLLM and SGLang, and in llama.cpp. Some servers apply a penalty by default
+# (llama-cpp-python 1.1; vLLM follows the model's generation config). It corrupts values that a model must copy.
 NO_PENALTY = {"repetition_penalty": 1.0, "repeat_penalty": 1.0}
 BEGUN = "The lazy dog sleeps and"
 
 
 def probe(server: Server, tokenizer: Any, endpoint: Endpoint | None) -> ServerAbilities:
-    """Find out how the server can be asked: with token ids, else text, else chat; only as `endpoint` if one is given.
+    """Find the server's best endpoint: token ids, else text, else chat. With `endpoint`, probe only that one.
 
-    Raises UnspoolError if the server does not answer, or answers none of these.
+    Raises UnspoolError if the server does not answer, or supports none of them.
     """
     ids = encode(tokenizer, TEXT).tolist()
     failed: dict[Endpoint, str] = {}
@@ -65,14 +65,14 @@ def probe(server: Server, tokenizer: Any, endpoint: Endpoint | None) -> ServerAb
         logger.info(_describe(found, server, failed))
         return found
     listed = [name for name in _models(server) if name != server.model]
-    names = f" The server lists these models for --model-name: {', '.join(listed[:5])}." if listed else ""
+    names = f" Models that the server offers for `model_name`: {', '.join(listed[:5])}." if listed else ""
     raise ConfigError(
-        f"{server.url} answers neither way of asking the model {server.model!r}: "
+        f"{server.url} answers on no endpoint for the model {server.model!r}: "
         + "; ".join(f"{SENDS[tried]}: {problem}" for tried, problem in failed.items())
-        + f". Check --url, which usually ends in /v1, and --model-name.{names}"
+        + f". Check `url`, which usually ends in /v1, and `model_name`.{names}"
         if endpoint is None
         else f"{server.url} does not answer {SENDS[endpoint]} for the model {server.model!r} ({failed[endpoint]}). "
-        f"Leave --endpoint out to try all ways of asking, or check --url and --model-name.{names}"
+        f"Remove `endpoint` to try all endpoints, or check `url` and `model_name`.{names}"
     )
 
 
@@ -82,12 +82,12 @@ def _describe(found: ServerAbilities, server: Server, refused: Mapping[Endpoint,
     chat = ""
     if endpoint == "chat":
         prefill = "answers can be prefilled" if found.form.prefill is not None else "answers cannot be prefilled"
-        chat = f"; its template takes {found.form.template_tokens} tokens, and {prefill}"
+        chat = f"; its template adds {found.form.template_tokens} tokens; {prefill}"
     return (
-        f"{server.url}: {server.model} takes {SENDS[endpoint]}{others}; context "
+        f"{server.url}: {server.model} accepts {SENDS[endpoint]}{others}; context "
         f"{f'{found.context} tokens' if found.context else 'not listed'}; "
-        f"{'with' if found.logprobs else 'without'} log-probabilities of prompts{chat}. "
-        f"Using --endpoint {endpoint}; give --endpoint {'|'.join(ENDPOINTS)} to override"
+        f"{'with' if found.logprobs else 'without'} prompt log-probabilities{chat}. "
+        f"Using `endpoint={endpoint!r}`; pass `endpoint` ({', '.join(ENDPOINTS)}) to override"
     )
 
 
@@ -95,18 +95,18 @@ def _warn(found: ServerAbilities, tokenizer: Any, count: int | None, ids: list[i
     if found.form.endpoint == "chat":
         if not PromptEncoder(tokenizer).has_template:
             logger.warning(
-                "this tokenizer has no chat template: the server asks through one that is unknown here, perhaps not "
-                "the model's own. Use --endpoint text for base models."
+                "this tokenizer has no chat template. The server applies an unknown template, perhaps not "
+                "the model's own. Use `endpoint='text'` for base models."
             )
     elif count is not None and count - len(ids) not in (0, len(opening_ids(tokenizer))):
         logger.warning(
-            f"the server counts {count} tokens where this tokenizer counts {len(ids)}: is it the tokenizer of the "
-            "model that the server runs? Lengths count this tokenizer's tokens."
+            f"the server counts {count} tokens, but this tokenizer counts {len(ids)}. Check that it belongs to the "
+            "server's model. Lengths count this tokenizer's tokens."
         )
 
 
 def _no_penalty(server: Server, endpoint: Endpoint, ids: list[int]) -> dict[str, Any]:
-    """`NO_PENALTY`, unless the server refuses fields that it does not know."""
+    """`NO_PENALTY`, or no fields if the server refuses unknown fields."""
     try:
         _count(server, endpoint, ids, **NO_PENALTY)
     except (UnspoolError, _UnusableError):
@@ -115,21 +115,21 @@ def _no_penalty(server: Server, endpoint: Endpoint, ids: list[int]) -> dict[str,
 
 
 def _count(server: Server, endpoint: Endpoint, ids: list[int], **more: Any) -> int | None:
-    """The tokens that the server counts in a prompt, None if it does not say; _UnusableError if it takes none such."""
+    """Token count of a prompt on the server; None if not reported. _UnusableError if the server refuses it."""
     if endpoint == "chat":
         return _ask(server, "chat/completions", {"messages": _messages(TEXT), "max_tokens": 1, **more}, chat_text)
     prompt = ids if endpoint == "completions" else TEXT
     count = _ask(server, "completions", {"prompt": prompt, "max_tokens": 1, **more}, completion_text)
     # A server that reads the list of ids as text counts several tokens per id.
     if endpoint == "completions" and count is not None and count > len(ids) + 4:
-        raise _UnusableError(f"{count} tokens were counted in {len(ids)} ids")
+        raise _UnusableError(f"the server counted {count} tokens for {len(ids)} ids")
     return count
 
 
 def _form(server: Server, tokenizer: Any, endpoint: Endpoint, count: int | None) -> PromptForm:
     size = len(encode(tokenizer, TEXT))
     if endpoint != "chat":
-        # A server that gives no count is assumed to tokenize as the tokenizer does.
+        # Without a token count, assume that the server tokenizes like the tokenizer.
         return PromptForm(endpoint=endpoint, adds_opening=count is None or count > size)
     encoder = PromptEncoder(tokenizer)
     own = encoder.overhead(chat=True) if encoder.has_template else TEMPLATE_TOKENS
@@ -141,7 +141,7 @@ def _form(server: Server, tokenizer: Any, endpoint: Endpoint, count: int | None)
 
 
 def _prefill(server: Server, expected: int) -> dict[str, Any] | None:
-    """The fields with which the server continues a message; it counts nothing that ends one then."""
+    """Fields that make the server continue a message. Its token count then lacks the end of the message."""
     messages = [*_messages(TEXT), {"role": "assistant", "content": BEGUN}]
     for fields in PREFILLS:
         body = {"messages": messages, "max_tokens": 1, **fields}
@@ -178,7 +178,7 @@ def _context(server: Server) -> int | None:
 
 
 def _models(server: Server) -> dict[str, dict[str, Any]]:
-    """What the server lists, by printable name; empty if it does not."""
+    """Models that the server lists, by printable name. Empty if it has no list."""
     once = replace(server.retry, attempts=1, seconds=min(server.retry.seconds, 10.0))
     try:
         reply = request_once(server.address("models"), None, key_env=server.key_env, retry=once)
@@ -190,11 +190,11 @@ def _models(server: Server) -> dict[str, dict[str, Any]]:
 
 
 class _UnusableError(Exception):
-    """A reply that another attempt will not change."""
+    """The reply cannot be used, and a retry would not help."""
 
 
 def _ask(server: Server, path: str, body: dict[str, Any], read: Callable[[dict[str, Any]], Any]) -> int | None:
-    """Ask, and return how many tokens the server counted in the prompt, None if it does not say."""
+    """Send a request and return the server's token count of the prompt; None if not reported."""
     retry: RetryPolicy = replace(server.retry, attempts=min(ATTEMPTS, server.retry.attempts))
     url = server.address(path)
 

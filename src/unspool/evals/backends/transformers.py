@@ -1,4 +1,4 @@
-"""A model in this process, or in several processes with one GPU each where there are enough."""
+"""Backend for local models, in one process or in several processes."""
 
 import hashlib
 import multiprocessing
@@ -29,11 +29,11 @@ from unspool.models.rotary import OWN_ATTENTION
 from unspool.models.tokenizer import load_tokenizer
 
 Result = TypeVar("Result")
-# Decoding takes a step for every token of an answer; prompts that are answered together share these steps. With so many
-# tokens a step of SmolLM2-135M reads 24 GB of keys, 5 ms on an H200, which is more than all else in it; larger models
-# have more per token. A killed run loses them: seconds of reading, 90 s at 8B.
+# Decoding takes one step per answer token, and prompts in one row share these steps. With this many tokens, a step of
+# SmolLM2-135M reads 24 GB of keys. That takes 5 ms on an H200 and dominates the step; larger models have more keys per
+# token. A killed run loses one row: seconds of reading, or 90 s with an 8B model.
 GPU_ROW_TOKENS = 1 << 20
-# Positions whose logits exist at the same time.
+# Number of positions whose logits are in memory at the same time.
 HEAD_CHUNK = 1024
 
 
@@ -45,7 +45,7 @@ def build(options: BackendOptions) -> Backend:
 
 
 class ModelBackend(Backend):
-    """A model on one device; its weights are loaded with the first prompt."""
+    """A model on one device. The first prompt loads its weights."""
 
     packs_contexts = True
     has_losses = True
@@ -74,7 +74,7 @@ class ModelBackend(Backend):
 
     @cached_property
     def stop_ids(self) -> set[int]:
-        # Chat models may end a turn with another token than the tokenizer's end of text.
+        # Chat models may end a turn with a token other than the tokenizer's end of text.
         ends = self.model.generation_config.eos_token_id
         ends = ends if isinstance(ends, list) else [ends]
         return {end for end in [*ends, self.tokenizer.eos_token_id] if end is not None}
@@ -97,12 +97,12 @@ class ModelBackend(Backend):
 
 
 class LiveBackend(ModelBackend):
-    """A model that the calling program holds, such as one in training; it stays as it is."""
+    """A model in the caller's memory, for example during training. The backend does not change it."""
 
     def __init__(self, model: Any, tokenizer: Any = None) -> None:
         if model.config._attn_implementation != OWN_ATTENTION:
             raise ConfigError(
-                f"evaluate: this model's attention is {model.config._attn_implementation!r}; load it with "
+                f"this model's attention is {model.config._attn_implementation!r}; load it with "
                 f"unspool.load, or with attn_implementation={OWN_ATTENTION!r} after unspool.register()."
             )
         super().__init__(str(model.name_or_path), device=model.device, dtype=model.dtype)
@@ -112,7 +112,7 @@ class LiveBackend(ModelBackend):
 
     @cached_property
     def weights(self) -> str:
-        """Digest of the weights and of the config."""
+        """Digest of weights and config."""
         found = hashlib.sha256(self.model.config.to_json_string().encode())
         for name, tensor in sorted(self.model.state_dict().items()):
             found.update(name.encode())
@@ -121,7 +121,7 @@ class LiveBackend(ModelBackend):
 
     @contextmanager
     def answering(self) -> Iterator[None]:
-        """Answer in evaluation mode, and train afterwards if the model was in training."""
+        """Switch to evaluation mode, and restore training mode afterwards."""
         was_training = self.model.training
         self.model.eval()
         try:
@@ -132,7 +132,7 @@ class LiveBackend(ModelBackend):
 
 @torch.inference_mode()
 def window_losses(model: Any, ids: np.ndarray) -> np.ndarray:
-    """−log p of every token but the first, in nats: float64 [len(ids) − 1], without a [tokens, vocabulary] tensor."""
+    """−log p of every token except the first, in nats: float64 [len(ids) − 1]. Allocates no [tokens, vocabulary]."""
     check_tokens(model, [ids])
     tokens = torch.from_numpy(ids.astype(np.int64))[None].to(model.device)
     _check_head(model, tokens[:, :8])
@@ -143,21 +143,21 @@ def window_losses(model: Any, ids: np.ndarray) -> np.ndarray:
 
 
 def _check_head(model: Any, tokens: torch.Tensor) -> None:
-    """Refuse architectures that change the logits after their head in ways that no config names."""
+    """Refuse architectures whose code changes logits after the head."""
     hidden = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state[:, -1:]
     plain = read_head(model).logits(hidden)
     own = model(input_ids=tokens, use_cache=False, logits_to_keep=1).logits.float()
     if not torch.allclose(plain, own, rtol=1e-2, atol=1e-2):
         raise ConfigError(
-            f"perplexity: {type(model).__name__} changes its logits after the head, which this suite cannot follow. "
-            "Leave the suite out."
+            f"perplexity: {type(model).__name__} changes its logits after the head, which this suite does not support. "
+            "Remove the suite."
         )
 
 
 class ProcessesBackend(Backend):
-    """The same model in `width` processes, which start with the first prompts; each holds the whole model.
+    """The same model in `width` processes, each with a full copy. The first prompts start them.
 
-    Every prompt gets the answer that one process would give. A process that dies ends the run with an error, and no
+    Every prompt gets the answer that a single process would give. If a process dies, the run ends with an error. No
     process outlives the command.
     """
 
@@ -168,7 +168,7 @@ class ProcessesBackend(Backend):
         self, ref: str, *, device: torch.device, dtype: torch.dtype, width: int, rope: RopeOverride | None = None
     ) -> None:
         self.width = width
-        # For its settings and tokenizer; its weights are never loaded.
+        # Used only for settings and tokenizer. Its weights are never loaded.
         self._model = ModelBackend(ref, device=device, dtype=dtype, rope=rope)
         self.row_tokens = self._model.row_tokens
         self._lock = threading.Lock()
@@ -191,7 +191,7 @@ class ProcessesBackend(Backend):
         return self._run(_window_losses, ids)
 
     def stop(self) -> None:
-        """Terminate all processes at once; no new one starts."""
+        """Terminate all processes immediately. No new process starts."""
         with self._lock:
             self._is_stopped = True
         for child in self._children:
@@ -205,18 +205,18 @@ class ProcessesBackend(Backend):
                 if self._is_stopped:
                     raise BrokenProcessPool
                 future = self._pool.submit(function, argument)
-                # The pool starts processes one by one, when a prompt finds none idle.
+                # The pool starts a process when a prompt finds no idle one.
                 self._children = [child for child in multiprocessing.active_children() if child not in self._others]
             return future.result()
         except BrokenProcessPool:
             raise UnspoolError(
-                f"one of {self.width} processes that answer prompts died, perhaps for lack of memory: each holds the "
-                "whole model. Finished answers are kept; run the same command with fewer --processes."
+                f"one of {self.width} answering processes died, perhaps because memory ran out: each has a copy of the "
+                "whole model. Finished answers are kept. Run the same command again with fewer `processes`."
             ) from None
 
     @cached_property
     def _pool(self) -> ProcessPoolExecutor:
-        # Not forked: this process has threads, and a fork could not use CUDA.
+        # Spawn, because this process has threads, and a fork could not use CUDA.
         context = multiprocessing.get_context("spawn")
         model = {key: getattr(self._model, key) for key in ("ref", "device", "dtype", "rope")}
         threads = max(1, torch.get_num_threads() // self.width)
@@ -230,7 +230,7 @@ class ProcessesBackend(Backend):
 
 
 _backend: ModelBackend | None = None
-"""Of a worker process."""
+"""State of a worker process."""
 
 
 def _start_worker(

@@ -1,6 +1,6 @@
-"""vLLM in this process: many prompts at a time; vLLM computes common prefixes once.
+"""Backend for vLLM in this process. vLLM batches prompts and computes common prefixes once.
 
-vLLM loads models in its own way; `unspool eval --parity` checks whether its answers equal ours.
+vLLM loads models itself. `unspool eval --parity` checks whether its answers equal those of transformers.
 """
 
 from functools import cached_property
@@ -37,8 +37,8 @@ class VllmBackend(Backend):
             vllm = import_module("vllm")
         except ImportError as error:
             raise ConfigError(
-                "--backend vllm: vllm is not installed; pip install vllm, or start its server elsewhere and use "
-                "--backend openai --url."
+                "`backend='vllm'`: vllm is not installed; run `pip install vllm`, or start a vLLM server and use "
+                "`backend='openai', url=ADDRESS`."
             ) from error
         check_weights(self.ref)
         return vllm.LLM(model=self.ref, enable_prefix_caching=True), vllm.SamplingParams

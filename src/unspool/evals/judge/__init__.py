@@ -1,1 +1,1 @@
-"""Judges: models that grade answers which no rule can score."""
+"""Judges: models that grade answers that rules cannot score."""

@@ -1,9 +1,9 @@
-"""HELMET's judging protocols: prompts, parsing of replies, scores.
+"""HELMET's judging protocols: prompts, parsing of replies and scores.
 
 Questions get fluency {0, 1} times correctness {0, 1, 2, 3}. Summaries get fluency times the F1 of recall (key points in
-the summary) and precision (sentences that an expert's summary supports). Prompts are in our own words: scores compare
-with each other, but not exactly with published ones. Answers are marked as data, which makes it unlikely, but not
-impossible, that an answer manipulates its judge.
+the summary) and precision (sentences supported by an expert's summary). The prompts use Unspool's own wording. Scores
+are comparable with each other, but not exactly with published ones. Answers are marked as data, so that manipulating
+the judge is unlikely, but not impossible.
 """
 
 import json
@@ -21,12 +21,12 @@ MOST_CHARS = 20_000
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """One request to a judge, and the integers that its reply must have."""
+    """One request to a judge, with the integers that its reply must contain."""
 
     name: str
     prompt: str
-    ranges: Mapping[str, tuple[int, int]]  # by key: smallest and greatest
-    known: Mapping[str, int] = field(default_factory=dict)  # numbers that the score needs besides the reply
+    ranges: Mapping[str, tuple[int, int]]  # by key: minimum and maximum
+    known: Mapping[str, int] = field(default_factory=dict)  # further numbers that the score needs
 
     def parse(self, text: str) -> Reply | None:
         reply = parse(text, self.ranges)
@@ -34,18 +34,18 @@ class Call:
 
 
 def calls(protocol: str, case: Mapping[str, Any], output: str) -> list[Call]:
-    """Return the requests for one answer; `case` is what samples.jsonl has on a question that needs a judge."""
+    """Return the requests for one answer. `case` is the entry `judge` of a line in samples.jsonl."""
     return PROTOCOLS[protocol][0](case, output)
 
 
 def score(protocol: str, replies: Sequence[Reply | None]) -> float | None:
-    """Score the replies from 0 to 1; None if a reply could not be parsed."""
+    """Score the replies in [0, 1]; None if a reply could not be parsed."""
     known = [reply for reply in replies if reply is not None]
     return PROTOCOLS[protocol][1](known) if len(known) == len(replies) else None
 
 
 def parse(text: str, ranges: Mapping[str, tuple[int, int]]) -> Reply | None:
-    """Return the last JSON object of a reply that has an integer in range for every key, else None."""
+    """Return the reply's last JSON object with an integer in range for every key, else None."""
     for found in reversed(_OBJECT.findall(text)):
         try:
             read = json.loads(found)
@@ -159,7 +159,7 @@ def _numbered(parts: Sequence[str]) -> str:
 
 
 def _data(text: str) -> str:
-    """Cut a text, and escape tags so that it cannot close the tag around it."""
+    """Cut a text and escape its tags, so that it cannot close the surrounding tag."""
     return str(text)[:MOST_CHARS].replace("</", "<\\/")
 
 

@@ -1,7 +1,7 @@
-"""Judge the answers of a scored model: ask, cache every reply, write scores back into the folder.
+"""Judge the answers of a scored model and write the scores back into its folder.
 
-A reply is saved as soon as it arrives, under the hash of judge and prompt. A killed run resumes, and no prompt is sent
-twice, except for unparsable replies if that is wanted; they are counted, and their scores stay missing.
+Every reply is saved on arrival, keyed by the hash of judge and prompt. A killed run resumes, and no prompt is sent
+twice, except prompts with unparsable replies on request. Unparsable replies are counted, and their scores stay missing.
 """
 
 import hashlib
@@ -10,13 +10,17 @@ import logging
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from unspool.core.artifacts import MANIFEST, find_damage, publish, read_manifest, write_atomic
 from unspool.core.errors import ConfigError, DataError
+from unspool.core.formatting import MISSING
 from unspool.core.progress import progress_bar
+from unspool.core.result import Result
 from unspool.core.sizes import format_count
 from unspool.evals.backends.base import Backend
 from unspool.evals.config import eval_adapter
@@ -31,7 +35,7 @@ from unspool.evals.suites.records import Record, read_records
 logger = logging.getLogger(__name__)
 
 JUDGEMENTS = "judgements.jsonl"
-CHARS_PER_TOKEN = 4  # of English, for an estimate
+CHARS_PER_TOKEN = 4  # estimate for English
 Sample = dict[str, Any]
 
 
@@ -46,7 +50,7 @@ class Judge:
 class Estimate:
     calls: int
     prompt_tokens: int
-    reply_tokens: int  # at most
+    reply_tokens: int  # upper bound
 
     def cost(self, price_in: float, price_out: float) -> float:
         """Return the cost, given prices per million tokens."""
@@ -72,7 +76,7 @@ class JudgeReplies(ReplyCache):
         self.write_reply(self._key(prompt), reply, replace=True, judge=self._judge)
 
     def left(self, calls: Iterable[Call], *, again: bool = False) -> list[str]:
-        """Prompts without a reply, and with `again` those whose reply is unparsable."""
+        """Prompts without a reply. With `again`, also prompts with an unparsable reply."""
 
         def is_left(call: Call) -> bool:
             reply = self.get(call.prompt)
@@ -85,23 +89,23 @@ class JudgeReplies(ReplyCache):
 
 
 def scores_folders(path: Path) -> list[Path]:
-    """Return the folder itself if it holds scores, else those of a run."""
+    """Return the folder itself if it has scores, else the scores folders of the run."""
     found = [folder for folder in [path, *sorted(path.glob("scores/*"))] if (folder / SAMPLES).is_file()]
     found = [folder for folder in found if (read_manifest(folder) or {}).get("kind") == "scores"]
     if not found:
-        raise ConfigError(f"{path}: no scores found; give a run, or a folder that `unspool eval --out` wrote.")
+        raise ConfigError(f"{path}: no scores found; pass a run, or the output folder of an evaluation.")
     return found
 
 
 def estimate(samples: Sequence[Sample], replies: JudgeReplies, *, again: bool = False) -> Estimate:
-    """Estimate the requests whose replies are not in the cache, and with `again` those with unparsable ones."""
+    """Estimate the requests without a cached reply. With `again`, include unparsable replies."""
     left = replies.left(_calls(samples), again=again)
     tokens = sum(len(prompt) for prompt in left) // CHARS_PER_TOKEN
     return Estimate(calls=len(left), prompt_tokens=tokens, reply_tokens=len(left) * reply_tokens(again))
 
 
 def replies_for(folder: Path, judge: str) -> JudgeReplies:
-    """Open the cache beside the folder, where it is kept while judging, since the folder is replaced as a whole."""
+    """Open the cache next to the folder. Judging replaces the folder as a whole."""
     beside = folder.with_name(f"{folder.name}.{JUDGEMENTS}")
     if not beside.exists() and (folder / JUDGEMENTS).exists():
         shutil.copyfile(folder / JUDGEMENTS, beside)
@@ -109,9 +113,9 @@ def replies_for(folder: Path, judge: str) -> JudgeReplies:
 
 
 def judge_folder(folder: Path, judge: Judge, *, again: bool = False) -> dict[str, Any]:
-    """Judge all answers of a folder, write their scores, and return the new summary.
+    """Judge all answers of a folder, write the scores, and return the new summary.
 
-    With `again`, what got an unparsable reply is asked once more.
+    With `again`, prompts with an unparsable reply are sent once more.
     """
     samples = read_samples(folder)
     with replies_for(folder, judge.name) as replies:
@@ -129,7 +133,7 @@ def ask_all(wanted: Iterable[Call], judge: Judge, replies: JudgeReplies, *, labe
     prompts = replies.left(wanted, again=again)
 
     def ask(prompt: str) -> None:
-        # Written down when it arrives, so that a request that fails beside it loses nothing.
+        # Save each reply on arrival, so that a failing concurrent request loses nothing.
         replies.add(prompt, judge.ask(prompt))
 
     with progress_bar(label, len(prompts)) as advance, ThreadPoolExecutor(judge.width) as pool:
@@ -139,7 +143,7 @@ def ask_all(wanted: Iterable[Call], judge: Judge, replies: JudgeReplies, *, labe
 
 
 def reply_tokens(again: bool) -> int:
-    """Room for a reply; more for those that may have been unparsable because they were cut off."""
+    """Maximum tokens of a reply. Retries get more, because the first reply may have been cut off."""
     return REPLY_TOKENS * (2 if again else 1)
 
 
@@ -155,10 +159,10 @@ def _apply_judgment(sample: Sample, judge: str, replies: JudgeReplies) -> Sample
 
 
 def read_samples(folder: Path) -> list[Sample]:
-    """Read the answers; DataError if the folder is damaged, since judging gives it a new manifest."""
+    """Read the answers. Raises DataError if the folder is damaged, because judging writes a new manifest."""
     damage = find_damage(folder)
     if damage is not None:
-        raise DataError(f"{folder}: {damage}; score the model again before its answers are judged.")
+        raise DataError(f"{folder}: {damage}; score the model again before judging its answers.")
     return [json.loads(line) for line in (folder / SAMPLES).read_text(encoding="utf-8").split("\n") if line]
 
 
@@ -193,20 +197,37 @@ def _write_back(folder: Path, samples: Sequence[Sample]) -> dict[str, Any]:
     return summary
 
 
-# How far a judge agrees with people on answers that people have graded 0 to 3.
+# Agreement of a judge with people, on answers that people graded 0 to 3
 GRADES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Agreement:
+class Agreement(Result):
+    """How far a judge agrees with people.
+
+    Example:
+        >>> import unspool
+        >>> unspool.Agreement(n=3, unparsable=0, agreement=1.0, kappa=1.0, weighted_kappa=1.0).to_dict()["n"]
+        3
+    """
+
     n: int
     unparsable: int
     agreement: float | None  # share of equal grades
     kappa: float | None  # Cohen's
-    weighted_kappa: float | None  # with quadratic weights: near misses count less
+    weighted_kappa: float | None  # with quadratic weights, so that near misses count less
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def print(self, console: Console) -> None:
+        for name, value in self.to_dict().items():
+            shown = MISSING if value is None else f"{value:.2f}" if isinstance(value, float) else str(value)
+            console.print(f"{name.replace('_', ' ')}: {shown}")
 
 
-def check_judge(path: Path, judge: Judge, replies: JudgeReplies, *, again: bool = False) -> Agreement:
+def measure_agreement(path: Path, judge: Judge, replies: JudgeReplies, *, again: bool = False) -> Agreement:
+    """Let the judge grade answers that people have graded."""
     cases = read_labeled(path)
     asked = [calls("qa", case, str(case["output"]))[0] for case in cases]
     ask_all(asked, judge, replies, label="judge check", again=again)
@@ -245,7 +266,7 @@ def agreement(pairs: Sequence[tuple[int, int]], *, unparsable: int = 0) -> Agree
 
 
 def _kappa(pairs: Sequence[tuple[int, int]], weight: Any) -> float | None:
-    """Return 1 − observed ÷ expected disagreement; None if all grades are equal."""
+    """Return 1 − observed ÷ expected disagreement. None if all grades are equal."""
     n = len(pairs)
     observed = sum(weight(a, b) for a, b in pairs) / n
     expected = sum(weight(a, b) for a, _ in pairs for _, b in pairs) / n**2
@@ -253,7 +274,7 @@ def _kappa(pairs: Sequence[tuple[int, int]], weight: Any) -> float | None:
 
 
 def local_judge(backend: Backend, max_tokens: int = REPLY_TOKENS) -> Callable[[str], str]:
-    """Return a function that asks a model in this process, which needs a chat template."""
+    """Return a function that asks a local model, which needs a chat template."""
     encoder = PromptEncoder(backend.tokenizer)
     if not encoder.has_template:
         raise ConfigError("the judge's tokenizer has no chat template; use an instruction-tuned model.")

@@ -1,1 +1,1 @@
-"""Scores of one output against its references, and how scores change with length; all are pure functions."""
+"""Pure functions that score outputs against references, and measure how scores change with length."""

@@ -1,7 +1,7 @@
-"""Scores of short answers, from 0 to 1: equal to a reference, or containing it.
+"""Scores of short answers, in [0, 1]: exact match or containment.
 
-An empty output scores 0 in `fixed` mode. `reference` follows HELMET's scripts, in which every output contains a
-reference that normalizes to nothing ("The"), and the answer prefix counts as a part of a base model's output.
+An empty output scores 0 in `fixed` mode. `reference` follows HELMET's scripts. There, every output contains a reference
+that normalizes to nothing ("The"), and the answer prefix counts as part of a base model's output.
 """
 
 import re
@@ -22,7 +22,7 @@ _WIDE = str.maketrans("", "", string.punctuation + _CHINESE)
 
 
 def normalize(text: str) -> str:
-    """Lowercase, remove punctuation, then articles (so that "a." is one), and collapse spaces."""
+    """Lowercase, remove punctuation, then articles (so "a." is an article), and collapse spaces."""
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_ASCII)).split())
 
 
@@ -43,7 +43,7 @@ def exact_match_reference(output: str, reference: str) -> float:
 
 
 def sub_em(output: str, reference: str) -> float:
-    """Return 1 if the output contains the reference, both normalized; parts of longer words count, as in HELMET."""
+    """Return 1 if the normalized output contains the normalized reference, even within a word, as in HELMET."""
     wanted = _comparable(reference, reference)
     return float(bool(wanted) and wanted in _comparable(output, reference))
 
@@ -53,12 +53,12 @@ def sub_em_reference(output: str, reference: str) -> float:
 
 
 def _comparable(text: str, reference: str) -> str:
-    """Normalize; if that would leave nothing of the reference, only lowercase and collapse spaces."""
+    """Normalize. If the reference would become empty, only lowercase and collapse spaces."""
     return normalize(text) if normalize(reference) else " ".join(text.lower().split())
 
 
 def shared_f1(output: Sequence[str], reference: Sequence[str]) -> float:
-    """Return the F1 of words as multisets; 0 if both are empty."""
+    """Return the F1 of word multisets; 0 if both are empty."""
     shared = (Counter(output) & Counter(reference)).total()
     if not shared:
         return 0.0
@@ -71,14 +71,14 @@ def best(metric: Metric, output: str, references: Iterable[str]) -> float:
 
 
 def parse_answer(output: str, cue: str = "Answer:") -> str:
-    """Return the rest of the line after the first cue, else the first line; a repeated cue is removed too."""
+    """Return the rest of the line after the first cue, else the first line. Removes a repeated cue."""
     after = re.search(rf"{re.escape(cue)}(.*)", output, flags=re.IGNORECASE)
     line = after[1] if after else output.split("\n", 1)[0]
     return re.sub(rf"^{re.escape(cue)}", "", line.strip(), flags=re.IGNORECASE).strip()
 
 
 def raw_or_parsed(metric: Metric, output: str, references: Sequence[str], cue: str) -> float:
-    """Score the whole output and its parsed line, and return the better score, as HELMET does."""
+    """Score the whole output and its parsed line, and return the better score, like HELMET."""
     return max(best(metric, output, references), best(metric, parse_answer(output, cue), references))
 
 

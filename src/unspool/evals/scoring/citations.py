@@ -1,12 +1,12 @@
-"""ALCE's scores of answers with citations: correctness, and support by the cited documents.
+"""ALCE's scores of answers with citations: correctness, and support by cited documents.
 
-HELMET scores with a changed copy of ALCE's script: it reads all lines of an output, where ALCE reads the first one, and
-skips sentences of less than five characters. `script` chooses between them; HELMET's scores use HELMET's.
+HELMET uses a changed copy of ALCE's script. It reads all lines of an output (ALCE: the first line) and skips sentences
+with fewer than five characters. `script` selects one; HELMET's scores use HELMET's.
 
-`citations` takes any function that decides whether a text entails a sentence. In `reference` mode an output without a
-sentence is None, "[0]" cites the last document, a sentence that cites out of range does not lower precision, and a
-short answer that normalizes to nothing ("The") is found in every output. `fixed` scores the first 0, counts "[0]" as
-out of range, counts the citations of the third, and never finds the fourth.
+`citations` takes any function that decides whether a text entails a sentence. In `reference` mode, an output without a
+sentence is None, "[0]" cites the last document, out-of-range citations do not lower precision, and every output
+contains a short answer that normalizes to nothing ("The"). `fixed` mode scores such an output 0, treats "[0]" as out of
+range, counts out-of-range citations, and never finds such a short answer.
 """
 
 import re
@@ -21,7 +21,7 @@ from unspool.evals.suite import Mode
 Entails = Callable[[str, str], bool]  # premise, claim
 Script = Literal["helmet", "alce"]
 MOST_CITATIONS = 3
-SHORTEST_SENTENCE = {"helmet": 5, "alce": 0}  # characters; for HELMET "1." is not a sentence
+SHORTEST_SENTENCE = {"helmet": 5, "alce": 0}  # characters; in HELMET, "1." is not a sentence
 _END = re.compile(r"(?<=[.!?])(?:(?:\s*\[\d+\])+)?\s+(?=[\"'(\[]?[A-Z0-9])")
 
 
@@ -32,7 +32,7 @@ class CitationScore:
 
 
 def one_line(output: str, script: Script = "helmet") -> str:
-    """Return what is scored of an output: HELMET replaces newlines by spaces, ALCE takes the first line."""
+    """Return the scored text of an output: HELMET replaces newlines by spaces, ALCE takes the first line."""
     line = re.sub(r"\n+", " ", output) if script == "helmet" else output.strip().split("\n")[0]
     return line.replace("<|im_end|>", "")
 
@@ -42,7 +42,7 @@ def remove_citations(text: str) -> str:
 
 
 def sentences(text: str) -> list[str]:
-    """Split after a period, question or exclamation mark that a capital or a digit follows.
+    """Split after a period, question or exclamation mark before a capital letter or digit.
 
     HELMET uses NLTK's punkt instead. Citations after the period stay with their sentence.
     """
@@ -64,12 +64,12 @@ def str_em(
 
 
 def list_items(output: str) -> list[str]:
-    """Split a QAMPARI answer at commas; a final period or comma is removed."""
+    """Split a QAMPARI answer at commas. Removes a final period or comma."""
     return [item.strip() for item in output.rstrip().rstrip(".").rstrip(",").split(",")]
 
 
 def qampari(output: str, answers: Sequence[Sequence[str]], script: Script = "helmet") -> dict[str, float]:
-    """Return precision, recall and recall_top5 (min(5, hits) / min(5, answers)); each answer is a list of aliases."""
+    """Return precision, recall and recall_top5 (min(5, hits) / min(5, answers)). Answers are lists of aliases."""
     items = [item for item in map(normalize, list_items(remove_citations(one_line(output, script)))) if item]
     wanted = [[normalize(alias) for alias in aliases] for aliases in answers]
     all_aliases = {alias for aliases in wanted for alias in aliases}
@@ -88,7 +88,7 @@ def claims_of(
     split: Callable[[str], list[str]] = sentences,
     script: Script = "helmet",
 ) -> list[str]:
-    """Return the claims to check: sentences, or for a list (QAMPARI) the question with each item."""
+    """Return the claims to check: sentences, or the question with each item for a list (QAMPARI)."""
     text = one_line(output, script)
     if question is not None:
         return [f"{question} {item}" for item in list_items(text)]
@@ -98,7 +98,7 @@ def claims_of(
 def citations(
     claims: Sequence[str], documents: Sequence[str], entails: Entails, mode: Mode = "fixed"
 ) -> CitationScore | None:
-    """Score the citations of one output's claims; documents as "Title: …\\n…"."""
+    """Score the citations of one output's claims. Documents have the form "Title: …\\n…"."""
     if not claims:
         return None if mode == "reference" else CitationScore(0.0, 0.0)
     supported = needed = cited = 0
@@ -118,10 +118,10 @@ def citations(
 
 
 def _needed(at: int, marks: Sequence[int], documents: Sequence[str], claim: str, entails: Entails) -> bool:
-    """Return whether a citation entails the claim alone, or the others do not entail it without this one."""
+    """Return True if a citation alone entails the claim, or if the other citations do not."""
     if len(marks) == 1 or entails(documents[marks[at]], claim):
         return True
-    # Remove the first of equal marks, as ALCE's script does.
+    # Remove the first of equal marks, like ALCE's script.
     others = list(marks)
     others.remove(marks[at])
     return not entails("\n".join(documents[mark] for mark in others), claim)

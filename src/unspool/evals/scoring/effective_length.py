@@ -1,4 +1,4 @@
-"""How scores change with length: adaptation rate and effective length; what cannot be known is None, not zero."""
+"""Adaptation rate and effective length. Unknown values are None, not zero."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ EFFECTIVE = 0.856
 # The target and reference lengths of Untie the Knots (Tables 1 and 2).
 RATE_LENGTHS = (128 << 10, 32 << 10)
 RESAMPLES, BLOCK = 2000, 100
-Scores = Sequence[float | None] | Mapping[str, Sequence[float | None]]  # of one task, or by task
+Scores = Sequence[float | None] | Mapping[str, Sequence[float | None]]  # scores of one task, or scores by task
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,20 +26,20 @@ class Ratio:
 
 
 def rate_lengths(lengths: Collection[int], target: int | None = None, reference: int | None = None) -> tuple[int, int]:
-    """Return the target and the reference length of the adaptation rate, of those that were scored.
+    """Return (target length, reference length) of the adaptation rate, from the scored lengths.
 
-    By default 128K over 32K where both were scored, as in Untie the Knots, else the longest over the shortest.
+    Default: 128K and 32K if both were scored, as in Untie the Knots, else the longest and the shortest.
     """
     default = RATE_LENGTHS if set(RATE_LENGTHS) <= set(lengths) else (max(lengths), min(lengths))
     return target or default[0], reference or default[1]
 
 
 def adaptation_rate(target: Scores, reference: Scores, *, seed: int = 0) -> Ratio:
-    """Divide the mean score at the target length by that at the reference length; 95% interval by bootstrap.
+    """Mean score at the target length ÷ mean score at the reference length, with a 95% bootstrap interval.
 
-    Scores by task give every task the same weight, and only tasks with scores at both lengths count. Samples of the two
-    lengths are drawn independently, since they are different prompts. There is no interval if one of several tasks
-    has a single sample, which has no variance.
+    With scores by task, every task has equal weight, and only tasks with scores at both lengths count. The samples of
+    the two lengths are resampled independently, because their prompts differ. There is no interval if one of several
+    tasks has a single sample, because one sample has no variance.
     """
     both = [_by_task(scores) for scores in (target, reference)]
     names = [name for name in both[0] if len(both[0][name]) and len(both[1].get(name, ()))]
@@ -51,10 +51,10 @@ def adaptation_rate(target: Scores, reference: Scores, *, seed: int = 0) -> Rati
     if len(names) > 1 and min(map(len, [*ours, *theirs])) < 2:
         return Ratio(value=value, low=None, high=None, **counts)
     rng = rng_for(seed, "adaptation rate", counts["n_target"], counts["n_reference"])
-    # A resample of few samples varies too little; drawing one sample less per task corrects for it.
+    # Resamples of few samples vary too little. Drawing one sample less per task corrects this.
     less = 1 if len(names) > 1 else 0
     above, below = (np.mean([_resampled_means(task, rng, less) for task in side], axis=0) for side in (ours, theirs))
-    # Resamples with a reference mean of 0 have no ratio and are dropped.
+    # Drop resamples with a reference mean of 0, which have no ratio.
     ratios = above[below > 0] / below[below > 0]
     low, high = np.quantile(ratios, [0.025, 0.975])
     return Ratio(value=value, low=float(low), high=float(high), **counts)
@@ -70,15 +70,15 @@ def _known(scores: Sequence[float | None]) -> np.ndarray:
 
 
 def _resampled_means(scores: np.ndarray, rng: np.random.Generator, less: int = 0) -> np.ndarray:
-    # In blocks: all at once would take gigabytes for the samples of a whole suite.
+    # In blocks, because all resamples of a whole suite would need gigabytes.
     blocks = [rng.choice(scores, size=(BLOCK, len(scores) - less)).mean(axis=1) for _ in range(RESAMPLES // BLOCK)]
     return np.concatenate(blocks)
 
 
 def effective_length(scores: Mapping[int, Sequence[float | None]], *, threshold: float = EFFECTIVE) -> int | None:
-    """Return the largest length up to which the mean of every measured length reaches the threshold.
+    """Return the largest length up to which every measured mean reaches the threshold.
 
-    None if the shortest length does not reach it, or if nothing was scored. Lengths without scores are skipped.
+    Returns None if the shortest length does not reach it, or without scores. Skips lengths without scores.
     """
     longest = None
     for length in sorted(scores):
@@ -91,7 +91,7 @@ def effective_length(scores: Mapping[int, Sequence[float | None]], *, threshold:
     return longest
 
 
-# NoLiMa's: a length is effective while the model keeps this share of its score at short length.
+# NoLiMa's threshold: a length is effective if the model keeps this share of its short-length score.
 KEPT = 0.85
 DRAWS = 2000
 
@@ -104,12 +104,12 @@ class LengthEstimate:
 
 
 def relative_effective_length(scores: Mapping[int, Mapping[str, Sequence[float]]], *, seed: int = 0) -> LengthEstimate:
-    """Return the longest length at which a model keeps `KEPT` of its score at the shortest, with a 95% interval.
+    """Return the longest length at which a model keeps `KEPT` of its score at the shortest length, with a 95% interval.
 
-    Scores are from 0 to 1, by length and task, at least one each; every task counts the same. Means are first made
+    Scores are in [0, 1], by length and task, at least one each. All tasks have equal weight. Means are first made
     non-increasing in length (isotonic regression, weighted by n), so that chance at one length does not end the search.
     The interval comes from draws of every task's mean from its Beta posterior (Jeffreys prior), which has a width even
-    where all answers were right.
+    if all answers were right.
     """
     lengths = sorted(scores)
     counts = np.array([sum(map(len, scores[length].values())) for length in lengths], dtype=np.float64)
@@ -130,9 +130,9 @@ def _drawn_means(tasks: Mapping[str, Sequence[float]], rng: np.random.Generator)
 
 
 def _num_effective(means: np.ndarray, weights: np.ndarray) -> int:
-    """Count the lengths, from the shortest on, that keep enough of the shortest's score; at least one."""
-    from scipy.optimize import isotonic_regression  # import late: scipy takes a second
+    """Count the lengths, starting at the shortest, that keep enough of the shortest length's score; at least one."""
+    from scipy.optimize import isotonic_regression  # import late: scipy needs a second to load
 
     smooth = isotonic_regression(means, weights=weights, increasing=False).x
-    # Rounding must not drop a length that keeps exactly this share.
+    # Rounding must not exclude a length that keeps exactly this share.
     return int(np.count_nonzero(smooth >= KEPT * smooth[0] - 1e-9))

@@ -1,9 +1,9 @@
-"""LV-Eval's scores: words are compared only if the output has the answer's keywords.
+"""LV-Eval's scores: words are compared only if the output contains the answer's keywords.
 
-Stage 1 is the share of keywords in the output, as a multiset and without blacklisted ones; below a threshold the score
-is 0. Stage 2 is the F1 of words. `reference` follows LV-Eval's code: blacklisted words count in stage 2, and its
-ROUGE-L counts each different word once. `fixed` follows LV-Eval's description: blacklisted words count in neither stage
-(unless all words are blacklisted), and ROUGE-L counts every word.
+Stage 1 is the share of keywords in the output, as a multiset without blacklisted words. Below a threshold, the score is
+0. Stage 2 is the F1 of words. `reference` follows LV-Eval's code: blacklisted words count in stage 2, and its ROUGE-L
+counts each distinct word once. `fixed` follows LV-Eval's description: blacklisted words count in neither stage (unless
+all words are blacklisted), and ROUGE-L counts every word.
 """
 
 from collections import Counter
@@ -42,10 +42,10 @@ def keyword_recall(output: Sequence[str], keywords: Sequence[str], words: Words)
 
 
 def gated_f1(output: str, answer: str, keywords: str | None, words: Words, mode: Mode = "fixed") -> float:
-    """Score with the keyword gate; without keywords, Chinese uses the answer, and English has no gate."""
+    """Score with the keyword gate. Without keywords, Chinese uses the answer, and English has no gate."""
     given, wanted = words.of(output), words.of(answer)
     required = words.of(keywords or (answer if words.language == "zh" else ""))
-    # No answer could pass a gate of blacklisted keywords alone.
+    # No answer could pass a gate that has only blacklisted keywords.
     gated = bool(required) and (mode == "reference" or bool(words.without_blacklisted(required)))
     if gated and keyword_recall(given, required, words) < THRESHOLD[words.language]:
         return 0.0
@@ -68,9 +68,9 @@ def filtered_rouge_l(output: str, answer: str, words: Words, mode: Mode = "fixed
 
 
 def _spelled(text: str, words: Words) -> list[str]:
-    """LV-Eval segments already segmented text, which sometimes splits a word again.
+    """Segment already segmented text again, like LV-Eval, which sometimes splits a word again.
 
-    The package `rouge` takes spaces for one empty word, so two texts of which nothing is left may be equal.
+    The package `rouge` counts spaces as one empty word, so two empty texts may be equal.
     """
     found = [normalize_zh(word) for word in words.cut(" ".join(words.cut(text)))]
     left = " ".join(words.without_blacklisted(found))
@@ -83,17 +83,17 @@ def _filtered(given: Sequence[str], wanted: Sequence[str], words: Words) -> tupl
 
 
 def _set_rouge_l(given: Sequence[str], wanted: Sequence[str]) -> float:
-    """Compute ROUGE-L as the package `rouge` does: over different words of the subsequence and of both texts."""
+    """ROUGE-L of the package `rouge`: over distinct words of the subsequence and of both texts."""
     if not given or not wanted:
         return 0.0
     shared = len(set(_common_subsequence(wanted, given)))
     precision, recall = shared / len(set(given)), shared / len(set(wanted))
-    # The package adds 1e-8 against division by zero.
+    # The package adds 1e-8 to avoid division by zero.
     return 2 * precision * recall / (precision + recall + 1e-8)
 
 
 def _common_subsequence(ours: Sequence[str], theirs: Sequence[str]) -> list[str]:
-    """Return a longest common subsequence; among several, the one that `rouge` finds (ties step back in `theirs`)."""
+    """Return the longest common subsequence that `rouge` finds (ties step back in `theirs`)."""
     lengths = [[0] * (len(theirs) + 1)]
     for mine in ours:
         above, row = lengths[-1], [0]

@@ -11,9 +11,9 @@ _CHAIN = re.compile(r"(\d+)(?:\s*>\s*(\d+))*")
 
 
 def parse_ranking(output: str) -> list[str]:
-    """Return the longest chain of numbers, without duplicates; brackets, colons and "ID" are ignored.
+    """Return the longest chain of numbers, without duplicates. Ignores brackets, colons and "ID".
 
-    An output without numbers gives the whole text, which is no document's id.
+    An output without numbers gives the whole text, which is not a document id.
     """
     text = re.sub(r"[\[\]:]", "", output).lower().replace("id", "")
     longest = max((match[0] for match in _CHAIN.finditer(text)), key=len, default="")
@@ -23,7 +23,7 @@ def parse_ranking(output: str) -> list[str]:
 
 
 def ndcg(ranking: Sequence[str], relevance: Mapping[str, int], k: int = 10) -> float:
-    """Return nDCG@k as trec_eval computes it (gain = relevance); 0 if nothing is relevant. Unknown ids gain nothing."""
+    """Return nDCG@k as in trec_eval (gain = relevance). 0 if nothing is relevant; unknown ids have no gain."""
     ideal = _gain(sorted((grade for grade in relevance.values() if grade > 0), reverse=True)[:k])
     found = _gain([max(0, relevance.get(document, 0)) for document in ranking[:k]])
     return found / ideal if ideal else 0.0
@@ -55,7 +55,7 @@ def parse_verdict(output: str) -> bool | None:
 
 
 def pair_accuracy(scores: Iterable[tuple[Hashable, float | None]]) -> PairAccuracy:
-    """Count pairs whose two claims are both right, from (pair, score) of single claims."""
+    """Count pairs with two correct claims, from (pair, score) of single claims."""
     pairs: dict[Hashable, list[float | None]] = {}
     for pair, score in scores:
         pairs.setdefault(pair, []).append(score)

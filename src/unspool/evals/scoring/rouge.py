@@ -1,7 +1,7 @@
-"""ROUGE-L F1 as the package rouge-score computes it with its stemmer.
+"""ROUGE-L F1, equal to the package rouge-score with its stemmer.
 
-Written by hand: rouge-score takes its stems from NLTK, which is large, and other Porter stemmers give other stems.
-The longest common subsequence is bit-parallel, so that texts of thousands of words take milliseconds.
+This is a reimplementation: rouge-score gets its stems from NLTK, which is large, and other Porter stemmers give
+different stems. The longest common subsequence is bit-parallel: texts of thousands of words need milliseconds.
 """
 
 import re
@@ -133,7 +133,7 @@ _NOT_WORD = re.compile(r"[^a-z0-9]+")
 
 
 def rouge_words(text: str) -> list[str]:
-    """Return runs of ASCII letters and digits, lowercased, and stemmed if longer than three."""
+    """Return runs of ASCII letters and digits, lowercased, and stemmed if longer than three characters."""
     return [stem(word) if len(word) > 3 else word for word in _NOT_WORD.sub(" ", text.lower()).split()]
 
 

@@ -1,4 +1,4 @@
-"""The suites, by the name that a recipe gives them. A new suite is one file or folder here and one line in `SUITES`.
+"""Registry of suites by recipe name. A new suite is one file or folder here and one line in `SUITES`.
 
 Recipes are checked against the suites' config classes, so importing a suite must not import torch, transformers,
 datatrove or pyarrow.
@@ -37,9 +37,9 @@ SUITES: dict[str, Suite] = {
 
 
 def register_suite(suite: Suite) -> None:
-    """Make a suite available in recipes, on the command line and in reports.
+    """Register a suite for recipes, the command line and reports.
 
-    A suite of the same name is replaced.
+    Replaces a suite of the same name.
     """
     register(SUITES, suite.name, suite, kind="suite", replace=True)
 

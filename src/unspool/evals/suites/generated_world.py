@@ -1,6 +1,6 @@
-"""An invented world for use without files: passages, questions, labeled sentences and stories.
+"""Generated texts for use without files: passages, questions, labeled sentences and stories.
 
-The same number gives the same passage on every machine. Names are all different, so a question has one answer.
+The same number gives the same passage on every machine. All names are distinct, so each question has one answer.
 """
 
 from functools import lru_cache
@@ -13,11 +13,11 @@ from unspool.evals.suites.records import Item, Passage
 
 _SYLLABLES = [consonant + vowel for consonant in "bdfgklmnprstvz" for vowel in "aeiou"]
 _NAMES = len(_SYLLABLES) ** 3
-_STEP = 104_729  # a prime, coprime to `_NAMES`: all names come before any is repeated
+_STEP = 104_729  # a prime, coprime to `_NAMES`: all names are used before one repeats
 _TRADES = ["glass", "salt", "paper", "rope", "lamps", "clocks", "boats", "tiles", "honey", "wool", "bells", "maps"]
 _LANDS = ["valley", "coast", "island", "plain", "river", "delta", "hill", "country", "lake", "district", "forest"]
 _WHO = ["smith", "sailor", "teacher", "printer", "miller", "weaver", "doctor", "painter"]
-# First numbers of the passages of a pool, and of those beyond it.
+# First passage number of the pool, and of passages beyond the pool.
 POOL, ENDLESS = 20_000, 60_000
 QUESTIONS, POOL_SIZE = 400, 600
 LABEL_NAMES = 5_000_000
@@ -74,7 +74,7 @@ def filler(number: int) -> Passage:
 
 
 def meter(tokenizer: Any) -> Meter:
-    """Build a token counter, with the pool's passages as the sample that fast tokenizers are checked on."""
+    """Build a token counter. Fast tokenizers are checked on the pool's passages."""
     return Meter(tokenizer, [passage.text for passage in pool()[:100]])
 
 
@@ -99,7 +99,7 @@ def questions(task: str, count: int = QUESTIONS) -> list[Item]:
 
 
 def _question(task: str, number: int) -> Item:
-    # Tasks ask about different firms, so that their scores are independent.
+    # Tasks use different firms, so that their scores are independent.
     at = _TASK_NUMBERS[task] * QUESTIONS + number
     known = facts(at)
     item_id = f"{task}-{number}"
@@ -123,7 +123,7 @@ def _question(task: str, number: int) -> Item:
 
 
 def _near(number: int, other: int) -> Passage:
-    """Return a passage on another firm of the same trade, so that common words alone do not decide."""
+    """Return a passage about another firm of the same trade, so that shared words alone do not decide."""
     known = {**facts(POOL + 10 * number + other), "goods": facts(number)["goods"]}
     return Passage("", "A history of {firm}: its founder {founder} made {goods} in {city}.".format(**known))
 
@@ -135,7 +135,7 @@ _TASK_NUMBERS = {task: number for number, task in enumerate(_TASKS.split())}
 
 @lru_cache(8)
 def labeled(task: str, labels: int, count: int, split: str) -> list[tuple[str, str]]:
-    """Generate sentences with labels: a label has two invented words, and each of its sentences has one of them."""
+    """Generate labeled sentences. Each label has two invented words; each of its sentences contains one of them."""
     words = word_list()
     first = LABEL_NAMES + 1000 * sum(map(ord, task))
     found = []

@@ -1,8 +1,8 @@
-"""∞Bench's three retrieval tasks as a `Suite`, at any length; its book tasks are part of HELMET's suite.
+"""∞Bench's three retrieval tasks, at any length. Its book tasks are part of HELMET's suite.
 
-The depth of the target is spread evenly over indices. `reference` scores as ∞Bench does: the first run of digits, or
-for KV the value as one of the words, which are split at spaces and ten marks. `fixed` accepts a value of either case
-between any marks, but not inside other letters.
+The depth of the target is spread evenly over indices. `reference` scores like ∞Bench: the first run of digits, or for
+KV the value as one of the words, split at spaces and ten punctuation marks. `fixed` accepts a value in upper or lower
+case next to any punctuation, but not inside other letters.
 """
 
 import re
@@ -22,7 +22,7 @@ from unspool.evals.suites.helmet.json_kv import entry, lengthen, uuid_pairs
 from unspool.evals.task_suite import TaskSuite
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.\n"
-# Digits of the numbers; in number_string, some digits are repeated.
+# Number of digits. In number_string, some digits are repeated.
 DIGITS = {"passkey": 5, "number_string": 10}
 NAMES = {"passkey": "pass key", "number_string": "sequence of digits"}
 ANSWER_TOKENS = {"passkey": 6, "number_string": 12, "kv_retrieval": 50}
@@ -43,7 +43,7 @@ def draw_number(task: str, ask: Ask) -> str:
     rng = rng_for(ask.seed, "infbench", task, ask.length, ask.index)
     digits = [int(digit) for digit in rng.integers(0, 10, size=DIGITS[task])]
     if task == "number_string":
-        # Repeated digits make it hard to copy.
+        # Repeated digits make the number hard to copy.
         digits = [digit for digit in digits[:4] for _ in range(int(rng.integers(1, 4)))] + digits[4:]
         digits = digits[: DIGITS[task]]
     return "".join(map(str, digits))
@@ -89,7 +89,7 @@ def build_kv(sources: Sources, ask: Ask) -> Question:
     depth = spread(ask.index, float(rng_for(ask.seed, "infbench depth", "kv").random()))
 
     def build_within(budget: int) -> Question:
-        # One pair less than would fit; a longer value takes the rest, since characters are finer steps.
+        # Use one pair less than fits. A longer value fills the rest, because characters are finer steps.
         free = budget - fixed
         known = pairs(max(2, min(int((limit - fixed) / pair_tokens) - 1, int(free / pair_tokens))))
         at = min(len(known) - 1, int(depth * len(known)))
@@ -132,13 +132,13 @@ TASKS = {
 
 
 class InfbenchEval(ReferenceEval):
-    """∞Bench's key tasks: passkeys, numbers and values far into the context."""
+    """∞Bench's retrieval tasks: passkeys, numbers and values anywhere in the context."""
 
     suite: Literal["infbench"]
 
 
 def _read_reference(path: Path, config: InfbenchEval) -> Reference:
-    from unspool.evals.suites import infbench_clone  # late: it needs this suite
+    from unspool.evals.suites import infbench_clone  # import late: it imports this module
 
     return infbench_clone.read(path, config)
 

@@ -1,7 +1,7 @@
-"""∞Bench's key tasks from the user's clone of its repository: its prompts for base models, and its files as released.
+"""∞Bench's retrieval tasks from a user's clone: its prompts for base models and its released files.
 
-Questions come in the order of their files, and prompts are cut in the middle. ∞Bench gives the prompt the whole context
-of the model and generates beyond it; here the answer is within the length.
+Questions come in file order, and prompts are cut in the middle. ∞Bench fills the model's whole context with the prompt
+and generates beyond it. Here the answer is part of the length.
 """
 
 from collections.abc import Mapping
@@ -26,12 +26,12 @@ def read(path: Path, config: InfbenchEval) -> Reference:
     data = {}
     for task in SUITE.chosen_tasks(config):
         if task.name not in words:
-            raise ConfigError(f"reference {path}: {WORDS} has no prompt for {task.name}; give a clone of {REPO}.")
+            raise ConfigError(f"reference {path}: {WORDS} has no prompt for {task.name}; pass a clone of {REPO}.")
         data[task.name] = path / "data" / f"{task.name}.jsonl"
         if not data[task.name].is_file():
             raise ConfigError(
                 f"reference {path}: data/{task.name}.jsonl is missing; run the clone's scripts/download_dataset.sh, or "
-                f"leave {task.name} out of `tasks`."
+                f"remove {task.name} from `tasks`."
             )
     names = [f"data/{name}.jsonl" for name in data]
     return Reference(

@@ -1,7 +1,7 @@
-"""Key-value recall: one JSON object as long as the context, then questions about some of its keys.
+"""Key-value recall: a JSON object that fills the context, then questions about some of its keys.
 
-The asked keys are spread over the object. Objects grow by whole pairs; keys that nobody asks for are lengthened to
-reach the length.
+The queried keys are spread over the object. Objects grow by whole pairs. Other keys are lengthened to reach the exact
+length.
 """
 
 import uuid
@@ -23,16 +23,16 @@ from unspool.evals.prompts import Prompt, answer_room, encode, slack
 from unspool.evals.suite import Question
 
 Pairs = list[tuple[str, str]]
-# No tokenizer encodes a pair with its quotes, colon and comma in fewer tokens.
+# Minimum tokens of a pair with quotes, colon and comma, for any tokenizer.
 MIN_PAIR_TOKENS = 3
-# Steps from the average pair to the right number of pairs; two are nearly always enough.
+# Maximum steps to find the number of pairs. Two are nearly always enough.
 CORRECTIONS = 8
-# Makes a key longer by a token or two.
+# Lengthens a key by one or two tokens.
 FILLER = "-x"
 
 
 class KeyValueEval(EvalConfig):
-    """JSON key-value recall: one object as long as the context, several keys asked for."""
+    """JSON key-value recall: one object that fills the context, with questions about several keys."""
 
     suite: Literal["key_value"]
     lengths: Lengths = Field(
@@ -48,14 +48,14 @@ class KeyValueEval(EvalConfig):
 def prompt(config: KeyValueEval, materials: Materials, *, length: int, seed: int, index: int) -> Prompt:
     rng = rng_for(seed, "kv", length, index)
     num_questions = min(config.questions, config.samples - index * config.questions)
-    # One more pair than questions, so that there is a distractor and a key to lengthen.
+    # One pair more than questions: it is a distractor, and its key can be lengthened.
     fewest = num_questions + 1
     drawn = _pairs(config, materials.words, max(fewest, length // MIN_PAIR_TOKENS), rng)
-    # Position of each asked key within its equal part of the object.
+    # Position of each queried key within its equal part of the object.
     within = rng.random(num_questions)
 
     def pairs(count: int) -> Pairs:
-        # Shuffled, since single words are drawn before joined ones, and no part of the object shall be harder.
+        # Shuffle, because single words are drawn before joined ones, and all parts must be equally hard.
         order = rng_for(seed, "kv order", length, index).permutation(count)
         return [drawn[at] for at in order]
 
@@ -68,15 +68,15 @@ def prompt(config: KeyValueEval, materials: Materials, *, length: int, seed: int
     least = build(pairs(fewest)).tokens
     if least > length:
         raise ConfigError(
-            f"key_value: length {length} is too short: with this tokenizer an object of {fewest} pairs, a question and "
-            f"its answer need {least} tokens. Use a greater length, fewer questions per object or value: words."
+            f"key_value: length {length} is too short: with this tokenizer, an object of {fewest} pairs, a question "
+            f"and its answer need {least} tokens. Use a larger length, fewer questions per object or value: words."
         )
     count = _num_pairs(lambda count: build(pairs(count)).tokens, fewest, len(drawn), length)
     return _filled(build, pairs(count), asked(count), length)
 
 
 def _num_pairs(tokens: Callable[[int], int], fewest: int, most: int, length: int) -> int:
-    """Find the greatest number of pairs that fits, by steps of the average pair."""
+    """Find the largest number of pairs that fits, in steps of the average pair."""
     best = count = fewest
     for _ in range(CORRECTIONS):
         used = tokens(count)
@@ -90,7 +90,7 @@ def _num_pairs(tokens: Callable[[int], int], fewest: int, most: int, length: int
 
 
 def _filled(build: Callable[[Pairs], Prompt], pairs: Pairs, asked: list[int], length: int) -> Prompt:
-    """Lengthen keys that are not asked for until the prompt has its length."""
+    """Lengthen keys that no question uses, until the prompt has its length."""
     prompt = build(pairs)
     others = [at for at in reversed(range(len(pairs))) if at not in asked]
     for at in cycle(others):
@@ -109,11 +109,11 @@ def _prompt(
     config: KeyValueEval, materials: Materials, pairs: Pairs, asked: list[int], *, length: int, index: int
 ) -> Prompt:
     tokenizer, encoder = materials.tokenizer, PromptEncoder(materials.tokenizer, materials.form)
-    # The context ends with the newline that a question starts with, since tokenizers may merge it with the object.
+    # The context ends with the question's first newline, because tokenizers may merge it with the object.
     text = pairs_text(pairs) + "\n"
 
     def ask(key: str, value: str) -> Question:
-        # A chat model answers a question; any other continues the object.
+        # A chat model answers a question; other models continue the object.
         split = split_pair_question(key) if encoder.sends_messages else ("", pair_question(key).removeprefix("\n"))
         meta = {"oracle": f" {value}."}
         return Question(context=text, question=split[0], prefix=split[1], references=(value,), meta=meta)
@@ -137,7 +137,7 @@ def _pairs(config: KeyValueEval, words: list[str], count: int, rng: np.random.Ge
     keys = distinct_keys(words, count, rng)
     order = rng.permutation(len(words))
     values = [words[order[at % len(words)]] for at in range(count)]
-    # A value equal to its key could be guessed without reading the object.
+    # A value equal to its key could be guessed without the object.
     after = {word: words[(at + 1) % len(words)] for at, word in enumerate(words)}
     return [(key, after[value] if value == key else value) for key, value in zip(keys, values, strict=True)]
 

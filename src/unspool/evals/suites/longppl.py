@@ -1,11 +1,11 @@
-"""LongPPL: loss on the tokens that long context makes predictable (Fang et al., arXiv 2410.23771).
+"""LongPPL: loss on tokens that become predictable with long context (Fang et al., arXiv 2410.23771).
 
-Most tokens need only the text right before them, so the mean loss over all tokens hardly shows how well a model uses
-long context. A key token is one whose log-probability is above `min_log_prob` with the whole window as context, and
-more than `min_gain` above its log-probability with only the last `short_context` tokens.
+Most tokens depend only on the text right before them, so the mean loss over all tokens barely shows how well a model
+uses long context. The log-probability of a key token is above `min_log_prob` with the whole window as context. It also
+exceeds the log-probability with only the last `short_context` tokens by more than `min_gain`.
 
-The evaluator chooses the key tokens. By default it is the scored model itself; models are comparable only on the key
-tokens of one evaluator, so give `key_tokens` the scores folder of that model.
+One model, the evaluator, chooses the key tokens. By default this is the scored model itself. Models are comparable only
+on the key tokens of one evaluator, so set `key_tokens` to that model's scores folder.
 """
 
 import json
@@ -32,7 +32,7 @@ from unspool.evals.suites.perplexity import PerplexityEval, windows
 
 SHORT_CONTEXT = 4096  # tokens, as in the paper
 SAMPLES_FILE = "samples.jsonl"
-# Short contexts have between short_context − short_context / STRIDES and short_context tokens.
+# Short contexts have at least short_context − short_context / STRIDES and at most short_context tokens.
 STRIDES = 4
 
 
@@ -71,24 +71,24 @@ class LongPPLEval(EvalConfig):
 
     @property
     def short(self) -> int:
-        """Most tokens of a short context."""
+        """Maximum tokens of a short context."""
         return self.short_context or max(8, min(SHORT_CONTEXT, self.length // 8))
 
 
 def short_losses(backend: Backend, ids: np.ndarray, short_context: int) -> np.ndarray:
-    """Return −log p of the tokens from position `short_context` on, each with at most `short_context` tokens before."""
+    """Return −log p of tokens from position `short_context` on, each with at most `short_context` context tokens."""
     stride = max(1, short_context // STRIDES)
     found = []
     for start in range(short_context, len(ids), stride):
         stop = min(start + stride, len(ids))
-        # The first token of a window is not predicted, so that the last one has `short_context` tokens before it.
+        # The first token of a window is not predicted, so start one token earlier.
         losses = backend.window_losses(ids[stop - short_context - 1 : stop])
         found.append(losses[-(stop - start) :])
     return np.concatenate(found)
 
 
 def choose_key_tokens(config: LongPPLEval, long: np.ndarray, short: np.ndarray) -> np.ndarray:
-    """Return positions of key tokens; both arguments hold losses of positions `short_context`, …"""
+    """Return positions of key tokens. Both loss arrays start at position `short_context`."""
     is_key = (short - long > config.min_gain) & (-long > config.min_log_prob)
     return np.flatnonzero(is_key) + config.short
 
@@ -132,16 +132,16 @@ class LongPPLSuite(Suite):
     def summary(self, config: LongPPLEval, cells: Sequence[Cell], samples: Sequence[Sample]) -> dict[str, Any] | None:
         own = config.key_tokens is None
         sentence = (
-            "the scored model chose the key tokens, so compare it with no other model; key_tokens: FOLDER takes those "
-            "of one model for all"
+            "not comparable with other models, because this model chose the key tokens itself; to compare models, set "
+            "key_tokens to the scores folder of one of them"
             if own
-            else f"key tokens of {config.key_tokens}: compare models that were scored on the same ones"
+            else f"key tokens of {config.key_tokens}: comparable with models scored on the same key tokens"
         )
         return {"suite": self.name, "key_tokens": config.key_tokens, "comparable": not own, "comparability": sentence}
 
 
 def _half_interval(samples: Sequence[Sample], n: int) -> float | None:
-    """Half of the 95% interval of the mean over key tokens, from the spread between windows; None for one window."""
+    """Half-width of the mean's 95% interval, from the variation between windows. None for one window."""
     if len(samples) < 2:
         return None
     # Linearized ratio of sums: windows with more key tokens count more.
@@ -155,7 +155,7 @@ class PlannedLongPPL(PlannedEval):
     def __init__(self, suite: LongPPLSuite, config: LongPPLEval, inputs: PlanInputs) -> None:
         self.suite: LongPPLSuite = suite
         self.config = config
-        # The same windows as the suite perplexity reads with these settings.
+        # The same windows as in the suite perplexity with these settings.
         text = PerplexityEval(suite="perplexity", length=config.length, samples=config.samples, text=config.text)
         self.windows = windows(text, inputs.materials(suite.heldout(config)), seed=inputs.seed)
         self._known = None if config.key_tokens is None else read_key_tokens(config, inputs.root)
@@ -183,12 +183,12 @@ class PlannedLongPPL(PlannedEval):
         return self.windows[unit.index]
 
     def ask(self, prepared: np.ndarray, backend: Backend) -> tuple[np.ndarray, np.ndarray]:
-        """Return the losses of positions `short_context`, …, and the positions of key tokens."""
+        """Return (losses from position `short_context` on, positions of key tokens)."""
         short_context = self.config.short
         long = backend.window_losses(prepared)[short_context - 1 :]
         if not np.isfinite(long).all():
             at = int(np.flatnonzero(~np.isfinite(long))[0]) + short_context
-            raise DataError(f"longppl: the model gives no finite loss at position {at}; its weights are damaged.")
+            raise DataError(f"longppl: the model's loss at position {at} is not finite; its weights are damaged.")
         if self._known is not None:
             return long, self._known[prompt_hash(prepared)]
         return long, choose_key_tokens(self.config, long, short_losses(backend, prepared, short_context))
@@ -216,14 +216,14 @@ def samples_file(folder: str, root: Path) -> Path:
     path = path / SAMPLES_FILE if path.is_dir() else path
     if not path.is_file():
         raise ConfigError(
-            f"longppl: key_tokens {folder}: there is no {SAMPLES_FILE}; give a folder that `unspool eval --out` or a "
-            "run's scores/MODEL has written, of a model that was scored with longppl."
+            f"longppl: key_tokens {folder}: {SAMPLES_FILE} is missing; use a folder that `unspool eval --out` or a "
+            "recipe (scores/MODEL) wrote for a model with longppl scores."
         )
     return path
 
 
 def read_key_tokens(config: LongPPLEval, root: Path) -> Mapping[str, np.ndarray]:
-    """Read the key tokens of each window, by the window's hash."""
+    """Read the key tokens of each window, keyed by the window's hash."""
     path = samples_file(str(config.key_tokens), root)
     found = {}
     for number, line in enumerate(path.read_text().splitlines(), start=1):
@@ -235,7 +235,7 @@ def read_key_tokens(config: LongPPLEval, root: Path) -> Mapping[str, np.ndarray]
             raise DataError(f"{path}: line {number} is not a sample ({error!r}); score its model again.") from error
     if any(len(each) and (each.min() < config.short or each.max() >= config.length) for each in found.values()):
         raise ConfigError(
-            f"longppl: key_tokens {config.key_tokens} holds positions outside of {config.short} to "
+            f"longppl: key_tokens {config.key_tokens} has positions outside {config.short} to "
             f"{config.length}; score its model with the same short_context and length."
         )
     return found

@@ -1,7 +1,7 @@
-"""LV-Eval as a `Suite`: instruction, article, instruction again, question; a long article loses its middle.
+"""The suite LV-Eval: instruction, article, second instruction, question. Long articles are cut in the middle.
 
-`fixed` cuts the article to fill the length; `reference` leaves another 500 tokens, as LV-Eval's runs do. Only the first
-reference counts, as in LV-Eval. `scoring/keywords.py` has the scores.
+`fixed` cuts the article to fill the length. `reference` leaves 500 more tokens free, like LV-Eval. Only the first
+reference answer counts, as in LV-Eval. The scores are in `scoring/keywords.py`.
 """
 
 import ast
@@ -27,7 +27,7 @@ from unspool.evals.suites.records import first_field, flatten, read_records
 from unspool.evals.task_suite import TaskSuite
 from unspool.evals.wording import PREFIX, TEMPLATE, Form, Text, Wording, literal
 
-# Instructions in our own words: (before the article, between article and question, answer prefix).
+# Built-in instructions: (before the article, between article and question, answer prefix).
 _ONE = "Only one of the passages matters for it."
 _SOME = "Only some of the passages matter for it."
 _ONLY = "Give just the answer, without reasons or quotations."
@@ -80,7 +80,7 @@ FORMS: dict[str, Form] = {
 OWN = Wording(forms=FORMS)
 Segmenter = Literal["jieba", "characters"]
 _BLACKLIST_VARIABLES: dict[Language, str] = {"en": "ABANDON_WORDS_EN", "zh": "ABANDON_WORDS_ZH"}
-# Words that do not count as keywords: articles, prepositions, conjunctions, pronouns and auxiliary verbs.
+# Words that never count as keywords: articles, prepositions, conjunctions, pronouns and auxiliary verbs.
 _ENGLISH = (
     "about after all also and are as at be been before being both but by can could did do does during each for from "
     "had has have he her hers him his how if in into is it its may might more most not of on or our she should so "
@@ -92,7 +92,7 @@ OWN_BLACKLISTS: dict[Language, frozenset[str]] = {"en": frozenset(_ENGLISH.split
 
 
 def read_blacklists(paths: Mapping[str, str]) -> dict[Language, tuple[frozenset[str], bool]]:
-    """Return the blacklist of each language, and whether it is the user's."""
+    """Return the blacklist of each language, and True if it is the user's."""
     found: dict[Language, tuple[frozenset[str], bool]] = {}
     for language, variable in _BLACKLIST_VARIABLES.items():
         if f"blacklist_{language}" in paths:
@@ -109,21 +109,21 @@ def _read_text(path: str) -> str:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"blacklist {path}: cannot be read ({error}); give a text file with one word per line."
+            f"blacklist {path}: cannot be read ({error}); pass a text file with one word per line."
         ) from error
 
 
 def _read_variable(path: str, name: str) -> list[str]:
-    """Return the list of words that a Python file assigns to a name; the file is parsed, never run."""
+    """Return the list of words that a Python file assigns to a name. The file is parsed, never run."""
     try:
         tree = ast.parse(_read_text(path))
     except SyntaxError as error:
-        raise DataError(f"blacklist {path}: not Python ({error.msg}); give LV-Eval's metrics.py.") from error
+        raise DataError(f"blacklist {path}: not Python ({error.msg}); pass LV-Eval's metrics.py.") from error
     for node in tree.body:
         if isinstance(node, ast.Assign) and any(isinstance(to, ast.Name) and to.id == name for to in node.targets):
             return [str(word) for word in ast.literal_eval(node.value)]
     raise DataError(
-        f"blacklist {path}: {name} is not assigned; give LV-Eval's metrics.py, or blacklist_en and blacklist_zh."
+        f"blacklist {path}: {name} is not assigned; pass LV-Eval's metrics.py, or blacklist_en and blacklist_zh."
     )
 
 
@@ -136,10 +136,10 @@ def build_segmenter(segmenter: Segmenter) -> Callable[[str], Sequence[str]]:
         import jieba  # type: ignore[import-not-found,import-untyped,unused-ignore]
     except ImportError as error:
         raise ConfigError(
-            "lveval: jieba, which splits Chinese answers into words, is not installed; `pip install jieba`, or set "
+            "lveval: jieba, which splits Chinese answers into words, is not installed; run `pip install jieba`, or set "
             "`segmenter: characters` under `paths` for scores that differ from LV-Eval's."
         ) from error
-    jieba.setLogLevel(60)  # it logs the loading of its dictionary
+    jieba.setLogLevel(60)  # silence its log of loading the dictionary
     return lambda text: list(jieba.cut(text, cut_all=False))
 
 
@@ -147,7 +147,7 @@ def words_for(language: Language, blacklist: frozenset[str], segmenter: Segmente
     return Words(language=language, blacklist=blacklist, cut=build_segmenter(segmenter) if language == "zh" else list)
 
 
-# LV-Eval's levels count words, which are at least a third more tokens, so that a level fills the length of its name.
+# LV-Eval's levels count words. Words have at least 4/3 as many tokens, so a level fills the length of its name.
 LEVELS = {f"{size}k": size * 1024 for size in (16, 32, 64, 128, 256)}
 PATHS = {"data", "blacklist", "blacklist_en", "blacklist_zh", "segmenter", *PROMPTS}
 GENERATED_QUESTIONS = 60
@@ -158,7 +158,7 @@ class ArticleQuestion:
     text: str
     answers: tuple[str, ...]
     keywords: str | None
-    article: str | None  # None: generated, as long as needed
+    article: str | None  # None: generate an article as long as needed
     fact: str = ""  # sentence with the answer, for a generated article
 
 
@@ -180,7 +180,7 @@ class Sources:
         return self._cache[name]
 
     def _file(self, task: str, length: int) -> str | None:
-        """Return the file of the first level that fills the length, else of the longest; None if the user gave none."""
+        """Return the file of the first level that fills the length, else of the longest. None without user files."""
         if task in self.paths:
             return self.paths[task]
         if "data" not in self.paths:
@@ -191,7 +191,7 @@ class Sources:
         if not present:
             raise ConfigError(
                 f"lveval: {folder} has no {task}_<level>.jsonl (levels {', '.join(LEVELS)}); unpack LV-Eval's files "
-                f"there, leave {task} out of `tasks`, or give its file as {task} under `paths`."
+                f"there, remove {task} from `tasks`, or set its file as {task} under `paths`."
             )
         return str(files[next((level for level in present if LEVELS[level] >= length), present[-1])])
 
@@ -204,10 +204,10 @@ def language_of(task: str) -> Language:
 def load(tokenizer: Any, paths: Mapping[str, str], wording: Wording = OWN) -> Sources:
     for name in paths:
         lookup(dict.fromkeys(sorted(PATHS)), name, kind="path of lveval")
-    # The segmenter is a name, but recipes resolve everything under `paths` to a path.
+    # The segmenter is a name, but recipes resolve all entries of `paths` to paths.
     given = Path(paths["segmenter"]).name if "segmenter" in paths else None
     lookup(dict.fromkeys(("characters", "jieba")), given or "jieba", kind="segmenter")
-    # LV-Eval's own files need jieba for its scores; generated questions do not.
+    # LV-Eval's files need jieba for scoring; generated questions do not.
     files = "data" in paths or any(language_of(task) == "zh" for task in PROMPTS if task in paths)
     segmenter = cast(Segmenter, given or ("jieba" if files else "characters"))
     blacklists = read_blacklists(paths)
@@ -237,7 +237,7 @@ def _read_questions(path: str) -> list[ArticleQuestion]:
 
 
 def _generate_questions(language: Language) -> list[ArticleQuestion]:
-    """Generate questions on the founders of firms."""
+    """Generate questions about founders of firms."""
     found = []
     for number in range(GENERATED_QUESTIONS):
         known = generated_world.facts(generated_world.POOL - 1 - number)
@@ -251,9 +251,9 @@ def _generate_questions(language: Language) -> list[ArticleQuestion]:
 
 
 ANSWER_TOKENS, FACT_TOKENS = 64, 16
-SET_ASIDE = 500  # tokens that LV-Eval leaves free of the context
-BLOCK = 1000  # characters that are tokenized together
-OMITTED: dict[Language, str] = {"en": "(left out)", "zh": "（略）"}  # in place of the article of a solved question
+SET_ASIDE = 500  # tokens of the context that LV-Eval leaves free
+BLOCK = 1000  # characters per tokenized block
+OMITTED: dict[Language, str] = {"en": "(left out)", "zh": "（略）"}  # replaces the article of a solved question
 
 
 def build(task: str, answer_tokens: int, sources: Sources, ask: Ask) -> Question:
@@ -302,10 +302,10 @@ def _shots(
     ask: Ask,
     prefix: str,
 ) -> str:
-    """Solved questions of the same set, without their articles, which would not fit beside the question's own."""
+    """Solved questions of the same set, without their articles, which would not fit."""
     others = [one for one in questions if one.text != asked.text]
     if len(others) < ask.shots:
-        raise ConfigError(f"lveval: {task} has {len(others)} other questions, too few for shots: {ask.shots}.")
+        raise ConfigError(f"lveval: {task} has {len(others)} other questions, which is too few for shots: {ask.shots}.")
     order = rng_for(ask.seed, "lveval shots", task, ask.index).permutation(len(others))
     solved = []
     for one in (others[at] for at in order[: ask.shots].tolist()):
@@ -329,9 +329,9 @@ def _article(question: ArticleQuestion, meter: Meter, free: int, filling: Rememb
 
 
 def _take_chars(blocks: list[str], sizes: list[int], free: int) -> int:
-    """Return how many characters of the first blocks fit; the last block counts in proportion to its tokens.
+    """Return how many characters of the first blocks fit. The last block counts in proportion to its tokens.
 
-    Text is not cut at spaces, which Chinese does not have.
+    The text is not cut at spaces, because Chinese has none.
     """
     chars = 0
     for block, size in zip(blocks, sizes, strict=True):
@@ -362,7 +362,7 @@ def _task(name: str) -> Task:
         build=partial(build, name, answer_tokens),
         score=partial(score, name),
         size=lambda sources: len(sources.questions(name, 0)),
-        stratum=lambda sources, index: index % 8,  # depths of generated articles repeat after eight
+        stratum=lambda sources, index: index % 8,  # depths of generated articles repeat every eight indices
     )
 
 
@@ -381,7 +381,7 @@ CATEGORIES = {
 
 
 class LvEval(WordedEval):
-    """LV-Eval: questions on long articles, scored by keywords and F1."""
+    """LV-Eval: questions about long articles, scored by keywords and F1."""
 
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         # Untie the Knots, section 5.1.1: nine sets, 3-shot, at 32K and 128K. Base models: no chat template.
@@ -404,7 +404,7 @@ class LvEval(WordedEval):
 
 
 def _read_reference(path: Path, config: LvEval) -> Reference:
-    from unspool.evals.suites import lveval_clone  # late: it needs this suite
+    from unspool.evals.suites import lveval_clone  # import late: it imports this module
 
     return lveval_clone.read(path, config)
 
@@ -417,7 +417,7 @@ SUITE = TaskSuite(
     tasks={name: _task(name) for name in PROMPTS},
     load=load,
     categories=CATEGORIES,
-    has_overall=False,  # its papers average over sets
+    has_overall=False,  # papers average over sets
     wording=FORMS,
     reference=_read_reference,
 )

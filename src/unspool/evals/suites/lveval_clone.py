@@ -1,7 +1,7 @@
-"""LV-Eval from the user's clone of its repository: its instructions and word lists, and its files as released.
+"""LV-Eval from a user's clone: its instructions, word lists and released files.
 
-Questions come in the order of their files. A length is asked on the level of the same name (32K on 32k), and prompts
-are cut to 500 tokens less, as in its runs. Solved questions before the question (`shots`) are ours: its code has none.
+Questions come in file order. A length uses the level of the same name (32K uses 32k). Prompts are cut to 500 tokens
+less, as in LV-Eval's runs. Solved questions (`shots`) are an addition: LV-Eval's code has none.
 """
 
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ def read(path: Path, config: LvEval) -> Reference:
     tasks = [task.name for task in SUITE.chosen_tasks(config)]
     unknown = [task for task in tasks if task not in words]
     if unknown:
-        raise ConfigError(f"reference {path}: config.py has no prompt for {unknown[0]}; give a clone of {REPO}.")
+        raise ConfigError(f"reference {path}: config.py has no prompt for {unknown[0]}; pass a clone of {REPO}.")
     wording = Wording(forms=FORMS, given={task: _split(words[task]) for task in tasks}, source=f"{REPO} {VERSION}")
     data = {(task, length): _file(task, length, config.paths) for task in tasks for length in config.lengths}
     copy = Reference(
@@ -54,7 +54,7 @@ def read(path: Path, config: LvEval) -> Reference:
 
 
 def _split(prompt: str) -> dict[str, str]:
-    """The last line of a prompt is how the answer begins."""
+    """Split a prompt. Its last line is the start of the answer."""
     template, newline, prefix = prompt.rpartition("\n")
     return {TEMPLATE: template + newline, PREFIX: prefix}
 
@@ -68,13 +68,13 @@ def _file(task: str, length: int, paths: Mapping[str, str]) -> Path:
         raise ConfigError(f"reference: LV-Eval has no level of {format_size(length)}; use {known}.")
     if "data" not in paths:
         raise ConfigError(
-            "reference: LV-Eval's questions are not in its repository; unpack its files and give the folder as data "
+            "reference: LV-Eval's questions are not in its repository; unpack its files and set the folder as data "
             "under `paths`."
         )
     found = Path(paths["data"]) / f"{task}_{level}.jsonl"
     if not found.is_file():
         raise ConfigError(
-            f"reference: {found} is missing; unpack LV-Eval's files there, or leave {task} out of `tasks`."
+            f"reference: {found} is missing; unpack LV-Eval's files there, or remove {task} from `tasks`."
         )
     return found
 

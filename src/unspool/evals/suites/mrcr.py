@@ -1,15 +1,16 @@
-"""MRCR recovery: how much of what an oracle context gives does a model recover from a long conversation?
+"""MRCR recovery: the share of an oracle context's benefit that a model gets from a long conversation.
 
-In multi-round co-reference resolution (MRCR), a conversation holds several almost equal requests, each with its own
-reply, and the last message asks for the reply to one of them. Base models rarely write the whole reply, so nothing is
-generated here: the model reads the right reply as its answer, and its loss on that is compared in three contexts.
+In multi-round co-reference resolution (MRCR), a conversation has several almost equal requests, each with its own
+reply. The last message asks for the reply to one of them. Base models rarely write the whole reply, so nothing is
+generated here. Instead, the model reads the right reply as its answer, and the answer's loss is compared in three
+contexts.
 
 - full: the whole conversation, then the question
-- query: the question alone
+- query: only the question
 - oracle: only the right request with its reply, then the question
 
-recovery = (query − full) / (query − oracle): 0 if the conversation does not help at all, 1 if it helps as much as the
-right reply alone.
+recovery = (query − full) / (query − oracle). 0: the conversation does not help. 1: it helps as much as the right
+request and reply alone.
 """
 
 import re
@@ -33,7 +34,7 @@ from unspool.evals.suite import Cell, PlannedEval, Sample, Suite, Unit
 FORMS = ("letter", "poem", "speech", "story", "diary entry", "news report")
 ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")
 _SENTENCE = re.compile(r"(?<=[.!?])[\"'”’)]*\s+")
-DRAWS = 2000  # of the bootstrap over conversations
+DRAWS = 2000  # bootstrap draws over conversations
 
 
 class MRCREval(EvalConfig):
@@ -55,7 +56,7 @@ class MRCREval(EvalConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class Conversation:
-    """One question as token ids; the three contexts end in the same answer."""
+    """One question as token ids. The three contexts end in the same answer."""
 
     full: np.ndarray
     query: np.ndarray
@@ -75,7 +76,7 @@ def question(ordinal: int, form: str, topic: str) -> str:
 
 
 def split_replies(documents: Sequence[str], words: int) -> list[str]:
-    """Cut text into replies of whole sentences, each of about `words` words."""
+    """Split text into replies of whole sentences with about `words` words each."""
     replies: list[str] = []
     for document in documents:
         parts: list[str] = []
@@ -109,7 +110,7 @@ def conversation(
             f"mrcr: length {length} is too short for {needles} replies of {config.reply_words} words; use at least "
             f"{length - room} tokens, fewer needles or fewer reply_words."
         )
-    # Other requests differ in form, in topic or in both.
+    # Other requests differ in form, topic or both.
     turns: list[str] = []
     for number, at in enumerate(order):
         other = FORMS[(FORMS.index(form) + 1 + int(rng.integers(len(FORMS) - 1))) % len(FORMS)]
@@ -123,7 +124,7 @@ def conversation(
     else:
         raise DataError(
             f"mrcr: the held-out text has only {len(replies)} replies of {config.reply_words} words, too few for "
-            f"{length} tokens; give a longer text or a shorter length."
+            f"{length} tokens; use a longer text or a shorter length."
         )
     places = np.sort(rng.choice(len(turns) + needles, size=needles, replace=False)).tolist()
     rest, hidden = iter(rng.permutation(np.array(turns, dtype=object)).tolist()), iter(right)
@@ -168,7 +169,7 @@ class MRCRSuite(Suite):
 
 
 def recovery(losses: Sequence[dict[str, float]]) -> Cell:
-    """Return the ratio of mean gains with its bootstrap interval over conversations; None without any gain."""
+    """Return the ratio of mean gains with a bootstrap interval over conversations. None without any gain."""
     n = len(losses)
     empty = {"value": None, "n": n, "low": None, "high": None}
     if not n:
@@ -225,7 +226,7 @@ class PlannedConversations(PlannedEval):
 
     def samples(self, unit: Unit, prepared: Conversation, answers: dict[str, float]) -> list[Sample]:
         if not np.isfinite(list(answers.values())).all():
-            raise DataError("mrcr: the model gives no finite loss; its weights are damaged.")
+            raise DataError("mrcr: the model's loss is not finite; its weights are damaged.")
         possible = answers["query"] - answers["oracle"]
         return [
             {

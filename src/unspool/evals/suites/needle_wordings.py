@@ -1,7 +1,7 @@
-"""Wordings of needles: how a fact is stated and how the question asks for it.
+"""Wordings of needles: templates of facts and questions.
 
-The held-out half is for final results only. Do not use it to develop a method or in training data: a model that was
-trained on a wording scores higher on it, and a test of that wording then measures the training data.
+Use the held-out half only for final results. Do not use it to develop a method or in training data: a model trained on
+a wording scores higher on it, and a test with that wording then measures the training data.
 """
 
 from dataclasses import dataclass
@@ -16,21 +16,21 @@ class NeedleWording:
     statement: str
     question: str
     prefix: str
-    """How the answer begins; the value follows after a space."""
+    """Start of the answer. The value follows after a space."""
     heldout: bool = False
 
     def state(self, key: str, value: str, kind: str) -> str:
         return self.statement.format(key=key, value=value, kind=kind)
 
     def ask(self, key: str, kind: str) -> tuple[str, str]:
-        """Return the question and the beginning of its answer."""
+        """Return (question, start of the answer)."""
         return self.question.format(key=key, kind=kind), self.prefix.format(key=key, kind=kind)
 
 
 _QUESTION, _PREFIX = split_question("{key}", "{kind}")
 
 WORDINGS: dict[str, NeedleWording] = {
-    # The wording of RULER, and of the source kind `recall`.
+    # The wording of RULER and of sources of kind `recall`.
     "magic": NeedleWording(fact("{key}", "{value}", "{kind}"), _QUESTION, _PREFIX),
     "record": NeedleWording(
         "In the old records, {key} is listed under the {kind} {value}.",
@@ -62,7 +62,7 @@ WORDINGS: dict[str, NeedleWording] = {
     ),
 }
 
-# What `wordings` may name besides single wordings.
+# Sets of wordings that `wordings` accepts.
 WORDING_SETS: dict[str, tuple[str, ...]] = {
     "development": tuple(name for name, wording in WORDINGS.items() if not wording.heldout),
     "heldout": tuple(name for name, wording in WORDINGS.items() if wording.heldout),
@@ -71,7 +71,7 @@ WORDING_SETS: dict[str, tuple[str, ...]] = {
 
 
 def expand_wordings(names: list[str]) -> list[str]:
-    """Replace the names of sets by their wordings; ValueError for a name that is neither."""
+    """Replace names of sets by their wordings. Raises ValueError for an unknown name."""
     found: list[str] = []
     for name in names:
         if name not in WORDINGS and name not in WORDING_SETS:

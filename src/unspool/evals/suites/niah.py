@@ -1,7 +1,7 @@
-"""Needle in a haystack: facts hidden in prose, each asked for at the end.
+"""Needle in a haystack: facts hidden in prose, with a question about each fact at the end.
 
-A fact is placed between sentences where that keeps it at its depth, else between lines or words. The recorded depth is
-where the fact really is. The prose is cut where the length ends, sometimes within a word.
+A fact is inserted between sentences if that keeps its depth, else between lines or words. The recorded depth is the
+fact's actual position. The prose is cut where the length ends, sometimes within a word.
 """
 
 import re
@@ -26,22 +26,22 @@ from unspool.evals.suite import Cell, Question, Sample
 from unspool.evals.suites.needle_wordings import WORDINGS, NeedleWording, expand_wordings
 from unspool.evals.summary import accuracy_cells
 
-# Tokens of prose per fact; with less, a fact would not be hidden at all.
+# Minimum tokens of prose per fact; with less, the fact would not be hidden.
 PROSE_PER_NEEDLE = 8
-# How far from its stratum's center a fact may be placed, as a share of the stratum's width.
+# Maximum distance of a fact from its stratum's center, as a share of the stratum's width.
 STRATUM_JITTER = 0.3
-# Strata of intervals: the finest whose smallest stratum has enough scores, so that its spread is known.
+# Strata of intervals, finest first. Use the finest whose smallest stratum has enough scores to estimate its variation.
 STRATA = (("depth", "needle_wording", "distractors"), ("depth", "needle_wording"), ("depth",), ())
 FEWEST_IN_STRATUM = 5
-# Inserting facts changes a few tokens at their borders; this many corrections were always enough.
+# Inserting facts changes tokens at their borders. This many corrections were always enough.
 CORRECTIONS = 8
 _SENTENCE_END = re.compile(r"[.!?][\"'”’)]*\s+|\n\s*\n\s*")
-# Where a fact may be inserted, best first: after a sentence or paragraph, after a line, after a word.
+# Insertion points, best first: after a sentence or paragraph, after a line, after a word.
 _BORDERS = (_SENTENCE_END, re.compile(r"\n+"), re.compile(r"\s+"))
 
 
 class NiahEval(EvalConfig):
-    """Needle in a haystack: facts hidden in prose at every depth, asked for at the end."""
+    """Needle in a haystack: facts hidden in prose at all depths, with questions at the end."""
 
     suite: Literal["niah"]
     lengths: Lengths = Field(
@@ -68,8 +68,8 @@ class NiahEval(EvalConfig):
     )
     placement: Literal["grid", "strata"] = Field(
         "grid",
-        description="Where facts lie. grid: at depths from the start to the end of the context. strata: at random places "
-        "inside equal parts of it, so that no fact is at the start or next to the question.",
+        description="Where facts lie. grid: at depths from the start to the end of the context. strata: at random "
+        "places inside equal parts of it, so that no fact is at the start or next to the question.",
     )
     text: str | None = Field(
         None, description="JSONL or text files for the text around the facts. Default: the bundled held-out book."
@@ -82,7 +82,7 @@ class NiahEval(EvalConfig):
 
     @property
     def reach(self) -> float:
-        """How far from its target depth a fact may lie, so that it stays between sentences."""
+        """Maximum distance of a fact from its target depth, so that it can be placed between sentences."""
         if self.placement == "strata":
             return (0.5 - STRATUM_JITTER) / self.depths
         return 0.5 / max(1, self.depths - 1)
@@ -98,7 +98,7 @@ class Needle:
 
 @dataclass(frozen=True, kw_only=True)
 class Design:
-    """What one context tests: depths vary fastest, then wordings, then numbers of distractors."""
+    """What one context tests. Depths vary fastest, then wordings, then numbers of distractors."""
 
     depth: float
     wording: str
@@ -107,7 +107,7 @@ class Design:
     @classmethod
     def of(cls, config: NiahEval, index: int) -> "Design":
         grid = depth_grid(config)
-        # Several needles spread over all depths of each context.
+        # Several needles are spread over all depths of each context.
         at = index if config.needles > 1 else index // len(grid)
         at, wording = divmod(at, len(config.wordings))
         return cls(
@@ -118,17 +118,17 @@ class Design:
 
 
 class Prose:
-    """Text with the places where a fact may be inserted, in characters and in tokens."""
+    """Text with insertion points for facts, in characters and tokens."""
 
     def __init__(self, text: str, starts: np.ndarray) -> None:
         self.text = text
-        self.starts = starts  # character at which every token starts
+        self.starts = starts  # start character of every token
         self.borders = [
             np.array([match.end() for match in pattern.finditer(text)], dtype=np.int64) for pattern in _BORDERS
         ]
 
     def place(self, num_tokens: int, target: float, reach: float) -> tuple[int, float]:
-        """Find the best border near depth `target` in the first `num_tokens` tokens: its character and depth."""
+        """Find the best border near depth `target` in the first `num_tokens` tokens. Returns (character, depth)."""
         tokens = np.append(self.starts[:num_tokens], self.end(num_tokens))
         for borders in self.borders:
             known = borders[borders < tokens[-1]]
@@ -146,7 +146,7 @@ class Prose:
 
 
 def depth_grid(config: NiahEval) -> list[float]:
-    """Return the depths that results report: places of the grid, or centers of the strata."""
+    """Return the depths in results: points of the grid, or centers of the strata."""
     if config.depths == 1:
         return [0.5]
     if config.placement == "strata":
@@ -161,7 +161,7 @@ def prompt(config: NiahEval, materials: Materials, *, length: int, seed: int, in
     design = Design.of(config, index)
     wording = WORDINGS[design.wording]
     needles = _needles(config, materials.words, design, rng)
-    # The last context may ask for fewer facts, so that there are exactly `samples` questions.
+    # The last context may have fewer facts, so that there are exactly `samples` questions.
     count = min(config.needles, config.samples - index * config.needles)
     asked = sorted(rng.permutation(config.needles)[:count].tolist())
     questions = [_question(needles[at], wording, kind) for at in asked]
@@ -174,7 +174,7 @@ def prompt(config: NiahEval, materials: Materials, *, length: int, seed: int, in
     if length < least:
         raise ConfigError(
             f"niah: length {length} is too short: with this tokenizer, {len(needles)} needle(s), a question and "
-            f"its answer need {least} tokens. Use a greater length or fewer needles."
+            f"its answer need {least} tokens. Use a larger length or fewer needles."
         )
     prose = _prose(materials, room, rng)
     text, context, depths = _fit(prose, [*zip(facts, needles, strict=True)], config, tokenizer, room)
@@ -200,7 +200,7 @@ def _question(needle: Needle, wording: NeedleWording, kind: str) -> Question:
 
 
 def _labels(config: NiahEval, index: int) -> dict[str, Any]:
-    """Return what a sample records of its design; nothing where the entry has only one."""
+    """Return design fields that a sample records. Empty if the entry has only one design."""
     design = Design.of(config, index // config.needles)
     labels: dict[str, Any] = {}
     if config.wordings != ["magic"]:
@@ -213,8 +213,8 @@ def _labels(config: NiahEval, index: int) -> dict[str, Any]:
 def _cells(config: NiahEval, samples: Sequence[Sample]) -> Iterator[Cell]:
     """Yield cells by length: all and by depth, then by wording and by number of distractors.
 
-    Intervals over several depths, wordings or distractor counts are stratified: these are fixed by design, so that
-    only the spread inside each of them is uncertain.
+    Intervals over several depths, wordings or distractor counts are stratified. These are fixed by design, so only
+    the variation inside each stratum is uncertain.
     """
     for length in config.lengths:
         found = accuracy_cells("niah", length, depth_grid(config), samples)
@@ -248,7 +248,7 @@ def _interval(samples: Sequence[Sample]) -> dict[str, float | None]:
 
 
 def _needles(config: NiahEval, words: list[str], design: Design, rng: np.random.Generator) -> list[Needle]:
-    """Draw the needles that questions ask for, then the distractors, all with different keys and values."""
+    """Draw the queried needles, then the distractors, all with distinct keys and values."""
     count = config.needles
     targets = _targets(config, design.depth, rng)
     num = count + design.distractors
@@ -259,7 +259,7 @@ def _needles(config: NiahEval, words: list[str], design: Design, rng: np.random.
         drawn = distinct_keys(words, 2 * num, rng)
         keys, values = drawn[:num], drawn[num:]
     others = design.distractors
-    # Distractors stay away from the start and the end, as needles in strata do.
+    # Distractors stay away from the start and the end, like needles in strata.
     targets += (0.02 + 0.96 * (np.arange(others) + rng.random(others)) / max(1, others)).tolist()
     return [Needle(key=key, value=value, target=at) for key, value, at in zip(keys, values, targets, strict=True)]
 
@@ -267,7 +267,7 @@ def _needles(config: NiahEval, words: list[str], design: Design, rng: np.random.
 def _targets(config: NiahEval, depth: float, rng: np.random.Generator) -> list[float]:
     count = config.needles
     if count > 1:
-        # Several share each context, one in each equal part of it.
+        # Several needles share each context, one in each equal part.
         return ((np.arange(count) + rng.random(count)) / count).tolist()  # type: ignore[no-any-return]
     if config.placement == "strata":
         return [depth + STRATUM_JITTER * float(rng.uniform(-1, 1)) / config.depths]
@@ -275,10 +275,10 @@ def _targets(config: NiahEval, depth: float, rng: np.random.Generator) -> list[f
 
 
 def _prose(materials: Materials, num_tokens: int, rng: np.random.Generator) -> Prose:
-    """At least `num_tokens` tokens of text from a random sentence on, repeated from the start where it ends."""
+    """At least `num_tokens` tokens of text, starting at a random sentence. Repeats the text if it ends."""
     source = "\n\n".join(text.strip() for text in materials.documents)
     if not source.strip():
-        raise DataError("niah: the haystack text is empty; give files with text.")
+        raise DataError("niah: the haystack text is empty; use files that contain text.")
     offset = int(rng.integers(len(source)))
     sentence = _SENTENCE_END.search(source, offset)
     offset = sentence.end() if sentence and sentence.end() < len(source) else 0
@@ -295,7 +295,7 @@ def _prose(materials: Materials, num_tokens: int, rng: np.random.Generator) -> P
 def _fit(
     prose: Prose, hidden: list[tuple[str, Needle]], config: NiahEval, tokenizer: Any, room: int
 ) -> tuple[str, np.ndarray, list[float]]:
-    """Fit as much prose as possible with the facts into `room` tokens; returns text, ids and each fact's depth."""
+    """Fit the facts and as much prose as possible into `room` tokens. Returns (text, ids, depth of each fact)."""
     best: tuple[str, np.ndarray, list[float]] | None = None
     fits, too_long = 0, room + 1
     num_tokens = room - len(encode(tokenizer, " ".join(text for text, _ in hidden)))
@@ -312,7 +312,7 @@ def _fit(
                 best = text, ids, depths
         if spare == 0:
             break
-        # Stays between what fits and what is too long, so the loop ends.
+        # Stay between the bounds, so that the loop ends.
         num_tokens = min(max(num_tokens + spare, fits + 1), too_long - 1)
         corrections += 1
     assert best is not None, "the caller checks that the facts fit"
@@ -320,7 +320,7 @@ def _fit(
 
 
 def _hide(prose: Prose, hidden: list[tuple[str, Needle]], config: NiahEval, num_tokens: int) -> tuple[str, list[float]]:
-    """Insert the facts into the first `num_tokens` tokens of prose, ending in a newline."""
+    """Insert the facts into the first `num_tokens` tokens of prose. The result ends in a newline."""
     places = [prose.place(num_tokens, needle.target, config.reach) for _, needle in hidden]
     text, done = "", 0
     for at in sorted(range(len(hidden)), key=lambda at: places[at][0]):

@@ -1,8 +1,8 @@
-"""NoCha-style claims as a `Suite`: one task, two prompts per pair of a true and a false claim.
+"""NoCha-style claims: one task with two prompts per pair of a true and a false claim.
 
-Users give `pairs`, a JSONL file with `true`, `false`, and `text` or `text_path` (the book, relative to the file);
-without it, pairs are generated. Indices 2i and 2i+1 are the two claims of pair i, in random order. A score
-says whether one verdict is right; `scoring.ranking.pair_accuracy` counts pairs. A text that is too long loses its end
+Users provide `pairs`, a JSONL file with `true`, `false`, and `text` or `text_path` (the book, relative to the file).
+Without it, pairs are generated. Indices 2i and 2i+1 are the two claims of pair i, in random order. A score says whether
+one verdict is right; `scoring.ranking.pair_accuracy` counts pairs. A text that is too long is cut at its end
 (`meta["cut"]`).
 """
 
@@ -34,7 +34,7 @@ GENERATED_PAIRS = 60
 class Pair:
     true: str
     false: str
-    text: str | None  # None: generated
+    text: str | None  # None: generate a text
     fact: str = ""  # passage that decides a generated pair
 
 
@@ -84,7 +84,7 @@ def build(sources: Sources, ask: Ask) -> Question:
     true_first = bool(rng_for(ask.seed, "nocha", number).integers(2))
     is_true = true_first == (ask.index % 2 == 0)
     questions = {claim: f"\n\nClaim: {claim}\nAnswer true or false.\n" for claim in (pair.true, pair.false)}
-    # Both claims get the context that fits the longer one, so that backends read it once.
+    # Both claims get the context that fits the longer claim, so that backends read it once.
     longer = max(questions.values(), key=lambda question: meter.piece(question + PREFIX))
     used = meter.piece(HEAD) + meter.piece(longer + PREFIX)
     depth = spread(ask.index // 2, float(rng_for(ask.seed, "nocha depth").random()))
@@ -129,7 +129,7 @@ CLAIMS = Task(
 
 
 class NochaEval(TaskEval):
-    """NoCha: pairs of a true and a false claim about a whole book, of the user's own."""
+    """NoCha: pairs of a true and a false claim about a whole book, from the user's file."""
 
     suite: Literal["nocha"]
 

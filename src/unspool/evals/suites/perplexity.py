@@ -1,7 +1,6 @@
 """Loss by position on held-out text.
 
-Windows do not overlap and none crosses from one document into another, so that more context is always more of the
-same text.
+Windows do not overlap and never cross documents, so that more context is always more of the same text.
 """
 
 from collections.abc import Sequence
@@ -64,12 +63,12 @@ class PlannedWindows(PlannedEval):
         return backend.window_losses(prepared)
 
     def samples(self, unit: Unit, prepared: np.ndarray, answers: np.ndarray) -> list[Sample]:
-        # Late, because this module is imported to check recipes, and torch takes seconds.
+        # Import late: recipe checks import this module, and torch needs seconds to load.
         from unspool.models.loss import bucket_losses
 
         if not np.isfinite(answers).all():
             at = int(np.flatnonzero(~np.isfinite(answers))[0]) + 1
-            raise DataError(f"perplexity: the model gives no finite loss at position {at}; its weights are damaged.")
+            raise DataError(f"perplexity: the model's loss at position {at} is not finite; its weights are damaged.")
         return [
             {
                 "suite": self.suite.name,
@@ -89,7 +88,7 @@ def windows(config: PerplexityEval, materials: Materials, *, seed: int) -> list[
     opening = opening_ids(materials.tokenizer)
     body = config.length - len(opening)
     if body < 2:
-        raise ConfigError(f"perplexity: length {config.length} leaves no token to predict; use at least 64.")
+        raise ConfigError(f"perplexity: length {config.length} leaves no tokens to predict; use at least 64.")
     rng = rng_for(seed, "loss", config.length)
     found: list[np.ndarray] = []
     longest = 0
@@ -97,13 +96,13 @@ def windows(config: PerplexityEval, materials: Materials, *, seed: int) -> list[
         ids = encode(materials.tokenizer, text)
         longest = max(longest, len(ids))
         if len(ids) >= body:
-            # A random offset, so that windows do not always begin with the document.
+            # Use a random offset, so that windows do not always start with the document.
             first = int(rng.integers(len(ids) % body + 1))
             found += np.split(ids[first : first + len(ids) // body * body], len(ids) // body)
     if not found:
         raise DataError(
             f"perplexity: no document of the held-out text has {config.length} tokens (the longest has {longest}). "
-            "Use a shorter length, give longer documents as text (`--text` of unspool eval), or leave perplexity out."
+            "Use a shorter length, use longer documents as text (`text`), or remove perplexity."
         )
     chosen = rng.permutation(len(found))[: config.samples]
     return [np.concatenate([opening, found[at]]) for at in chosen]

@@ -1,4 +1,4 @@
-"""Records of the data sets that users give to suites, and the questions and passages that are made of them."""
+"""Records of user-provided datasets, and their questions and passages."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -23,20 +23,20 @@ class Passage(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Item:
-    """One question and what is known about it."""
+    """One question with its known data."""
 
     id: str
     question: str
     answers: tuple[str, ...]
     gold: tuple[Passage, ...] = ()
-    others: tuple[Passage, ...] = ()  # passages of its record that do not answer it
-    grades: tuple[int, ...] = ()  # relevance of `gold`, where it has grades
-    released: tuple[Passage, ...] = ()  # the whole context as released, in order
+    others: tuple[Passage, ...] = ()  # passages of its record without the answer
+    grades: tuple[int, ...] = ()  # relevance grades of `gold`, if known
+    released: tuple[Passage, ...] = ()  # the whole released context, in order
     extra: Record = field(default_factory=dict)
 
 
 def read_records(path: str, *, split: str = "validation") -> list[Record]:
-    """Read all records of a file, or of a Hub data set given as hub:ORG/NAME or hub:ORG/NAME@CONFIG.
+    """Read all records of a file, or of a Hub dataset written as hub:ORG/NAME or hub:ORG/NAME@CONFIG.
 
     A JSON file is a list, or an object with a list in `data` or `demos`. Every record gets its number as `_line`, for
     error messages. Raises DataError if the file cannot be read or is empty.
@@ -48,10 +48,10 @@ def read_records(path: str, *, split: str = "validation") -> list[Record]:
     else:
         files = [Path(path).expanduser()]
         if not files[0].is_file():
-            raise ConfigError(f"{path}: file not found; give a JSON, JSONL or Parquet file, or hub:ORG/NAME.")
+            raise ConfigError(f"{path}: file not found; use a JSON, JSONL or Parquet file, or hub:ORG/NAME.")
     found = [record for file in files for record in _read_file(file)]
     if not found:
-        raise DataError(f"{path}: no records; one JSON object per line is expected.")
+        raise DataError(f"{path}: no records; expected one JSON object per line.")
     return found
 
 
@@ -74,12 +74,12 @@ def _json_rows(file: Path) -> list[Any]:
         raise DataError(f"{file}: cannot be read as JSON ({error}).") from error
     rows = loaded.get("data", loaded.get("demos")) if isinstance(loaded, dict) else loaded
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise DataError(f"{file}: a list of records is expected, or an object with such a list in `data` or `demos`.")
+        raise DataError(f"{file}: expected a list of records, or an object with such a list in `data` or `demos`.")
     return rows
 
 
 def _parquet_rows(file: Path) -> list[dict[str, Any]]:
-    import pyarrow.parquet  # late: it takes long to load, and few users give Parquet files
+    import pyarrow.parquet  # import late: it loads slowly, and few users have Parquet files
 
     try:
         rows: list[dict[str, Any]] = pyarrow.parquet.read_table(file).to_pylist()
@@ -93,7 +93,7 @@ def _number(rows: list[dict[str, Any]]) -> Iterator[Record]:
 
 
 def first_field(record: Record, names: tuple[str, ...], path: str) -> Any:
-    """Return the first of these fields that is present and not empty; DataError if there is none."""
+    """Return the first of these fields that is present and not empty. Raises DataError if there is none."""
     for name in names:
         if record.get(name) not in (None, "", []):
             return record[name]
@@ -102,7 +102,7 @@ def first_field(record: Record, names: tuple[str, ...], path: str) -> Any:
 
 
 def flatten(value: Any) -> tuple[str, ...]:
-    """Return the different strings of a string, a list of strings, or a list of lists of strings."""
+    """Return the distinct strings of a string, a list of strings, or a list of lists of strings."""
     if isinstance(value, (list, tuple)):
         return tuple(dict.fromkeys(text for part in value for text in flatten(part)))
     return (str(value),)

@@ -1,6 +1,6 @@
-"""lm-eval's tasks: short-context scores of a model, and our long tasks written as tasks of lm-eval.
+"""Run lm-eval tasks to get short-context scores, and write Unspool's tasks as lm-eval tasks.
 
-Prompts and scores of short tasks are lm-eval's own. Only this module needs lm-eval.
+Prompts and scores of short tasks come from lm-eval. Only this module needs lm-eval.
 """
 
 import json
@@ -30,7 +30,7 @@ from unspool.models.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
 
-# A task may have several numbers; the first of these that it has is the one that papers print.
+# A task may have several metrics. Use the first available one in this list, which papers report.
 METRICS = ("acc_norm", "exact_match", "acc", "em", "f1", "pass@1", "pass_at_1", "score")
 BATCH = 8
 
@@ -38,9 +38,9 @@ BATCH = 8
 def run_short(
     options: BackendOptions, tasks: list[str], *, samples: int | None, include: str | None, sandboxed: bool = False
 ) -> dict[str, Any]:
-    """Run lm-eval's tasks, NAME or NAME:SHOTS, on a model, here or on a server; the summary has one cell per task.
+    """Run lm-eval tasks (NAME or NAME:SHOTS) on a local model or a server. The summary has one cell per task.
 
-    `include` is a folder with more task files of lm-eval, such as tasks that read local data.
+    `include` is a folder with more lm-eval task files, for example tasks that read local data.
     """
     check_options(options)
     is_server = options.kind == "openai"
@@ -61,32 +61,32 @@ def run_short(
         )
     except (OSError, ConnectionError) as error:
         raise ConfigError(
-            f"short: a task's data could not be read ({first_line(error)}). Without network, give a folder of task "
-            "files that name local data: --path tasks=DIR."
+            f"short: a task's data could not be read ({first_line(error)}). Without network, pass a folder of task "
+            "files that use local data: `paths`, such as tasks=DIR."
         ) from error
     name = Path(options.model).name or options.model
     return {"model": name if options.rope is None else options.rope.name_of(name), "cells": cells(found)}
 
 
 def check_tasks(tasks: Sequence[str], include: str | None) -> Any:
-    """lm-eval's task manager; ConfigError if lm-eval is missing, or a task that it does not know is asked for."""
+    """lm-eval's task manager. Raises ConfigError if lm-eval is missing or does not know a task."""
     manager = _part("tasks").TaskManager(include_path=include)
     unknown = [name for name, _ in map(_shots, tasks) if not manager.match_tasks([name])]
     if unknown:
-        raise ConfigError(f"--tasks {unknown[0]}: lm-eval knows no task of that name; `lm-eval ls tasks` lists them.")
+        raise ConfigError(f"`tasks={unknown[0]!r}`: lm-eval has no such task; `lm-eval ls tasks` lists all tasks.")
     return manager
 
 
 def _shots(task: str) -> tuple[str, int | None]:
-    """Split NAME:SHOTS; without shots they are lm-eval's own."""
+    """Split NAME:SHOTS. Without SHOTS, lm-eval's default applies."""
     name, colon, count = task.partition(":")
     if colon and not (count.isascii() and count.isdigit()):
-        raise ConfigError(f"--tasks {task}: write NAME or NAME:SHOTS, such as gsm8k:4.")
+        raise ConfigError(f"`tasks={task!r}`: write NAME or NAME:SHOTS, such as gsm8k:4.")
     return name, int(count) if colon else None
 
 
 def _with_shots(manager: Any, name: str, count: int) -> Any:
-    """A task or group of lm-eval, with so many solved examples in each prompt."""
+    """A task or group of lm-eval with `count` solved examples per prompt."""
     loaded = manager.load([name])
     for task in loaded["tasks"].values():
         task.set_config(key="num_fewshot", value=count)
@@ -100,7 +100,7 @@ def _local_lm(options: BackendOptions) -> Any:
     if options.rope is not None:
         options.rope.apply(model)
     batch = BATCH
-    # A model with a RoPE base per head attends through our code, which does not support padding.
+    # Models with a RoPE base per head use Unspool's attention, which does not support padding.
     if any(getattr(part, "head_inv_freq", None) is not None for part in model.modules()):
         batch = 1
     else:
@@ -109,7 +109,7 @@ def _local_lm(options: BackendOptions) -> Any:
 
 
 def _server_lm(options: BackendOptions, tasks: Mapping[str, Any]) -> Any:
-    """lm-eval's interface to a server; ConfigError if a task needs what the server does not give."""
+    """lm-eval's interface to a server. Raises ConfigError if a task needs more than the server supports."""
     from unspool.evals.suites.short_server import build_lm
 
     backend = build_backend(options)
@@ -119,14 +119,14 @@ def _server_lm(options: BackendOptions, tasks: Mapping[str, Any]) -> Any:
     others = [name for kind, name in by_kind.items() if kind != "generate_until"]
     if others and not backend.has_losses:
         raise ConfigError(
-            f"--suite short: the task {others[0]} needs log-probabilities of token ids, which {backend.server.url} "
-            "does not give; choose tasks that generate text, such as --tasks gsm8k, or score the model itself with "
-            "--backend transformers."
+            f"`suite='short'`: the task {others[0]} needs log-probabilities of token ids, which {backend.server.url} "
+            "does not return; choose tasks that generate text, such as `tasks='gsm8k'`, or score the local model with "
+            "`backend='transformers'`."
         )
     if "loglikelihood_rolling" in by_kind:
         raise ConfigError(
-            f"--suite short: the task {by_kind['loglikelihood_rolling']} needs the likelihood of whole documents; "
-            "use --suite perplexity, or --backend transformers."
+            f"`suite='short'`: the task {by_kind['loglikelihood_rolling']} needs the likelihood of whole documents; "
+            "use `suite='perplexity'` or `backend='transformers'`."
         )
     return build_lm(_part("api.model").TemplateLM, backend)
 
@@ -162,11 +162,13 @@ def _part(name: str) -> Any:
     try:
         return import_module(f"lm_eval.{name}")
     except ImportError as error:
-        raise ConfigError(f"--suite short needs lm-eval ({first_line(error)}); pip install 'unspool[eval]'.") from error
+        raise ConfigError(
+            f"`suite='short'` needs lm-eval ({first_line(error)}); pip install 'unspool[eval]'."
+        ) from error
 
 
 # lm-eval loads this file by its path and looks the function up by name.
-SCORER = '''"""Scores of these tasks, as Unspool gives them."""
+SCORER = '''"""Scores of these tasks, computed by Unspool."""
 
 from unspool.evals.suites.short import process_results
 
@@ -175,7 +177,7 @@ __all__ = ["process_results"]
 
 
 def write_tasks(plan: EvalPlan, out_dir: Path) -> list[str]:
-    """Write every task at every length; returns the names of lm-eval's tasks."""
+    """Write every task at every length. Returns the names of the lm-eval tasks."""
     out_dir.mkdir(parents=True, exist_ok=True)
     (out_dir / "scorer.py").write_text(SCORER, encoding="utf-8")
     names = []
@@ -194,7 +196,7 @@ def write_tasks(plan: EvalPlan, out_dir: Path) -> list[str]:
 
 
 def process_results(doc: Mapping[str, Any], results: Sequence[str]) -> dict[str, float]:
-    """Score one answer, called by lm-eval; nothing where only a judge can score."""
+    """Score one answer; called by lm-eval. Returns {} if only a judge can score it."""
     task = lookup(lookup(SUITES, doc["suite"], kind="suite").tasks, doc["task"], kind="task")
     asked = Question(
         context=doc["context"],
@@ -217,7 +219,7 @@ def _doc(suite: str, task: str, asked: Question) -> dict[str, Any]:
         "prefix": asked.prefix,
         "references": list(asked.references),
         "depth": asked.depth,
-        # As text, since the columns of a dataset must have the same type in all lines.
+        # Store as text, because columns of a dataset must have the same type in all lines.
         "meta": json.dumps(dict(asked.meta)),
     }
 
@@ -237,5 +239,5 @@ def _yaml(name: str, data: Path, answer_tokens: int) -> str:
         "metric_list": [{"metric": "score", "aggregation": "mean", "higher_is_better": True}],
         "metadata": {"version": 1},
     }
-    # The tag is lm-eval's own and cannot be dumped.
+    # yaml cannot dump lm-eval's own tag.
     return yaml.safe_dump(options, sort_keys=False) + "process_results: !function scorer.process_results\n"

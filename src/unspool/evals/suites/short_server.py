@@ -1,4 +1,4 @@
-"""lm-eval's model interface to a server, through Unspool's own requests with their limits, retries and secrecy."""
+"""lm-eval's model interface to a server. Uses Unspool's requests with their limits, retries and key protection."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -10,13 +10,13 @@ from unspool.evals.backends.openai import OpenAiBackend
 from unspool.evals.prompts import encode
 
 ANSWER_TOKENS = 256  # lm-eval's default
-MAX_STOPS = 4  # that OpenAI's interface accepts; all are applied here
+MAX_STOPS = 4  # maximum in OpenAI's interface; all stop strings are also applied here
 One = TypeVar("One")
 Result = TypeVar("Result")
 
 
 def build_lm(template: Any, backend: OpenAiBackend) -> Any:
-    """An instance of lm-eval's `TemplateLM`, which is passed since lm-eval is optional."""
+    """Build an instance of lm-eval's `TemplateLM`. It is an argument because lm-eval is optional."""
     tokenizer, server = backend.tokenizer, backend.server
 
     def ask_all(ask: Callable[[One], Result], items: Sequence[One], label: str) -> list[Result]:
@@ -42,7 +42,7 @@ def build_lm(template: Any, backend: OpenAiBackend) -> Any:
         until = settings.get("until") or []
         until = [stop for stop in ([until] if isinstance(until, str) else until) if stop]
         count = int(settings.get("max_gen_toks") or settings.get("max_tokens") or ANSWER_TOKENS)
-        # Without an empty list, which some servers refuse.
+        # Omit an empty list, because some servers refuse it.
         stops: dict[str, Any] = {"stop": until[:MAX_STOPS]} if until else {}
         if backend.form.endpoint == "chat":
             answer = server.chat(text, count, **stops)
@@ -68,7 +68,7 @@ def build_lm(template: Any, backend: OpenAiBackend) -> Any:
             return ask_all(likelihood, requests, "likelihoods")
 
         def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
-            raise ConfigError("--suite short: likelihoods of whole documents are not asked of a server.")
+            raise ConfigError("`suite='short'`: likelihoods of whole documents are not supported on a server.")
 
         def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
             return ask_all(generate, requests, "answers")

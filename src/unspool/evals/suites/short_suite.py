@@ -1,6 +1,6 @@
-"""The suite `short`: lm-eval's tasks on short prompts, as an entry of a recipe's `evals`.
+"""The suite `short`: lm-eval tasks with short prompts, as an entry of a recipe's `evals`.
 
-Nothing here needs lm-eval or torch, since recipes are checked against this module; short.py runs the tasks.
+This module needs neither lm-eval nor torch, because recipe checks import it. short.py runs the tasks.
 """
 
 import logging
@@ -25,41 +25,41 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TASKS = ("hellaswag", "mmlu", "arc_challenge", "winogrande", "gsm8k")
-# Papers' short tasks with their shots, NAME:SHOTS.
+# Short tasks of papers, as NAME:SHOTS.
 SHORT_PRESETS: dict[str, tuple[str, ...]] = {
-    # ProLong, Tables 6 and 26: the shots of the Open LLM Leaderboard, which it follows.
+    # ProLong, Tables 6 and 26: shots as in the Open LLM Leaderboard.
     "prolong": ("hellaswag:10", "mmlu:5", "arc_challenge:25", "winogrande:5", "gsm8k:5"),
     # Untie the Knots, Table 3.
     "utk": ("nq_open:5", "triviaqa:5", "bbh_cot_fewshot:3", "humaneval:0", "mbpp:3", "gsm8k:4"),
 }
-# Tasks that run what the model writes; lm-eval runs it in its own process.
+# Tasks that run code written by the model, in lm-eval's process.
 CODE_TASKS = ("humaneval", "mbpp")
 
 
 def chosen_tasks(tasks: Sequence[str], preset: str | None, *, sandboxed: bool) -> list[str]:
-    """The tasks to run: those named, else the preset's, else `TASKS`.
+    """The tasks to run: the given tasks, else the preset's, else `TASKS`.
 
-    Tasks that run code of the model need a sandbox: without one they are refused, and a preset goes without them.
+    Tasks that run the model's code need a sandbox. Otherwise they are refused, or removed from a preset.
     """
     if preset is None:
         names = list(tasks) or list(TASKS)
     else:
-        names = list(tasks) or list(lookup(SHORT_PRESETS, preset, kind="--preset of short"))
+        names = list(tasks) or list(lookup(SHORT_PRESETS, preset, kind="`preset` of short"))
     code = [name for name in names if name.startswith(CODE_TASKS)]
     if not code or sandboxed:
         return names
     reason = (
-        f"{join_words(code)} would run code that the model writes, on this machine and as you; do that only inside a "
-        "container or virtual machine without network and without your files, and say so with --sandboxed"
+        f"{join_words(code)} would run code that the model writes, with your permissions on this machine; run it "
+        "only in a container or virtual machine without network and without your files, and pass `sandboxed`"
     )
     if tasks:
-        raise ConfigError(f"--tasks {code[0]}: {reason}.")
-    logger.warning(f"short: leaving out {join_words(code)}: {reason}")
+        raise ConfigError(f"`tasks={code[0]!r}`: {reason}.")
+    logger.warning(f"short: skipping {join_words(code)}: {reason}")
     return [name for name in names if name not in code]
 
 
 class ShortEval(EvalConfig):
-    """lm-eval's tasks: what the model can do on short prompts. Needs `pip install 'unspool[eval]'`."""
+    """lm-eval tasks with short prompts. Needs `pip install 'unspool[eval]'`."""
 
     suite: Literal["short"]
     preset: str | None = Field(None, description="A paper's tasks and shots: `prolong` or `utk`. `tasks` overrides it.")
@@ -103,7 +103,7 @@ class ShortSuite(Suite):
         return PlannedShort(self, config)
 
     def cells(self, config: ShortEval, samples: Sequence[Sample]) -> list[Cell]:
-        """One cell per task; of a group such as mmlu its mean, of a tag, which has none, its tasks."""
+        """One cell per task. A group such as mmlu gets its mean; a tag has no mean and gets its tasks."""
         of_suite = [sample for sample in samples if sample["suite"] == self.name]
         found = [
             [cell for cell in sample["cells"] if cell["task"] == _name(sample["task"])] or sample["cells"]
@@ -113,7 +113,7 @@ class ShortSuite(Suite):
 
 
 class PlannedShort(PlannedEval):
-    """One unit per task, so that a killed run keeps the tasks that it finished."""
+    """One unit per task, so that a killed run keeps its finished tasks."""
 
     def __init__(self, suite: ShortSuite, config: ShortEval) -> None:
         self.suite, self.config = suite, config

@@ -1,8 +1,8 @@
 """Attention on CUDA in half precision: cuDNN for long documents, `varlen_attn` for the short ones.
 
 It returns [B, Q, H, D], equal to the reference up to rounding. It builds no mask, does not synchronize with the device
-and does not repeat KV heads. cuDNN needs some hundred milliseconds to plan a new length, so lengths are rounded up to a
-few sizes and padded at the end, where causal attention does not look.
+and does not repeat KV heads. cuDNN takes some hundred milliseconds to plan a new length. So lengths are rounded up to a
+few sizes, with padding at the end that causal attention does not see.
 """
 
 import inspect
@@ -22,13 +22,13 @@ from unspool.models.memory import kept
 
 # cuDNN is 1.7 times as fast as FlashAttention-2 on Hopper and is not always torch's first choice.
 KERNELS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
-# The crossover: the FLOP of the forward pass from which a document is worth its own cuDNN call, by the largest head
-# dimension that the number holds for. Below it, launching dominates; above the last size cuDNN has no backward pass.
-# Measured on an H200 by `python benchmarks/attention.py --crossover`.
+# Crossover: FLOP of the forward pass above which a document gets its own cuDNN call. Keys are the largest head
+# dimension that a value applies to. Below the crossover, launch overhead dominates. Above the last dimension, cuDNN has
+# no backward pass. Measured on an H200 by `python benchmarks/attention.py --crossover`.
 DENSE_FROM: dict[int, float] = {64: 4.3e10, 128: 3.4e10}
-# Lengths between one power of two and the next: more of them waste less on padding and cost more planning.
+# Lengths between two powers of two. More lengths waste less on padding, but need more planning.
 LENGTHS_PER_OCTAVE = 16
-# FlashAttention-2's largest heads.
+# Largest head dimension of FlashAttention-2.
 MAX_HEAD_DIM = 256
 
 
@@ -38,7 +38,7 @@ class Plan:
 
     segment_lens: tuple[int, ...]
     dense: tuple[bool, ...]  # by segment
-    short_lens: tuple[int, ...]  # documents of the segments that are not dense
+    short_lens: tuple[int, ...]  # document lengths in the segments that are not dense
 
 
 def supports(query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -61,7 +61,7 @@ def cuda_attention(inputs: AttentionInputs) -> Tensor:
     if doc_lens is None and num_queries == 1:
         last = slice(0 if window is None else max(0, num_keys - window), num_keys)
         seen = inputs.with_heads(query, key[:, :, last], value[:, :, last])
-        # Every generated token makes a new length, for which cuDNN would plan anew.
+        # Every generated token makes a new length, and cuDNN would plan for each of them.
         return _sdpa(seen, is_causal=False, kernels=KERNELS[::-1])
     if doc_lens is None and (window is not None or num_queries < num_keys):
         flat = inputs.with_heads(*(_swap_heads(tensor).flatten(0, 1) for tensor in inputs.heads))
@@ -107,12 +107,12 @@ def padded_len(length: int) -> int:
 
 
 def _swap_heads(tensor: Tensor) -> Tensor:
-    """[B, H, S, D] ↔ [B, S, H, D]."""
+    """Swap the dimensions of heads and tokens: [B, H, S, D] ↔ [B, S, H, D]."""
     return tensor.transpose(1, 2)
 
 
 def _attend_planned(inputs: AttentionInputs, plan: Plan) -> Tensor:
-    """[T, H, D]. Splitting and joining are one copy each, in the backward pass too."""
+    """Return [T, H, D]. Splitting and joining take one copy each, in the backward pass too."""
     segments = list(zip(*(torch.split(tensor, list(plan.segment_lens)) for tensor in inputs.heads), strict=True))
     short = [segment for segment, dense in zip(segments, plan.dense, strict=True) if not dense]
     short_outs: Iterator[Tensor] = iter(())
@@ -128,7 +128,7 @@ def _attend_planned(inputs: AttentionInputs, plan: Plan) -> Tensor:
 
 
 def _attend_dense(inputs: AttentionInputs) -> Tensor:
-    """One document [L, H, D], padded at the end."""
+    """Attend within one document [L, H, D], padded at the end."""
     length = len(inputs.query)
     extra = padded_len(length) - length
     padded = (F.pad(tensor, (0, 0, 0, 0, 0, extra)) if extra else tensor for tensor in inputs.heads)
@@ -136,7 +136,7 @@ def _attend_dense(inputs: AttentionInputs) -> Tensor:
 
 
 def _sdpa(inputs: AttentionInputs, *, is_causal: bool, kernels: list[SDPBackend] = KERNELS) -> Tensor:
-    """From [B, H, S, D] to [B, S, H, D]."""
+    """Map [B, H, S, D] to [B, S, H, D]."""
     grouped = inputs.query.shape[1] != inputs.key.shape[1]
     options = {"is_causal": is_causal, "scale": inputs.scaling, "enable_gqa": grouped}
     with sdpa_kernel(kernels, set_priority=True):
@@ -149,10 +149,10 @@ def initialize_kernel_order() -> None:
     """Let torch set its own order of SDPA kernels before our `sdpa_kernel` context is entered for the first time.
 
     Torch sets its order when it first selects a kernel, and the context restores the order that it found. If the first
-    selection happened inside the context, it would restore an order with cuDNN last for all other code in this process:
-    stock SDPA took twice the time on an H200. The order belongs to the process, so any device will do.
+    selection happened inside the context, cuDNN would be last for all other code in this process: stock SDPA took twice
+    the time on an H200. The order is global to the process, so the device does not matter.
 
-    This waits until something else starts CUDA, so that processes that only use the CPU never do.
+    The selection runs when other code initializes CUDA, so processes that only use the CPU never initialize it.
     """
     torch.cuda._lazy_call(_select_kernel)  # type: ignore[no-untyped-call]
 
@@ -164,7 +164,7 @@ def _select_kernel() -> None:
 
 
 def _varlen(inputs: AttentionInputs, query_lens: tuple[int, ...], key_lens: tuple[int, ...]) -> Tensor:
-    """[T, H, D]. The kernel puts the last query at the last key; its window does not count the query itself."""
+    """Return [T, H, D]. The kernel aligns the last query with the last key; its window excludes the query itself."""
     query, key, value = inputs.heads
     grouped = {"enable_gqa": True} if _has_enable_gqa() and query.shape[1] != key.shape[1] else {}
     out: Tensor = kept.call(
@@ -185,7 +185,7 @@ def _varlen(inputs: AttentionInputs, query_lens: tuple[int, ...], key_lens: tupl
 
 @cache
 def _has_enable_gqa() -> bool:
-    """torch 2.11 passes fewer KV heads to the kernel without this argument; later versions need it."""
+    """Whether `varlen_attn` needs `enable_gqa` for fewer KV heads than query heads: versions after torch 2.11 do."""
     return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
@@ -196,7 +196,7 @@ def max_len(lens: tuple[int, ...]) -> int:
 
 @lru_cache(maxsize=16)
 def cumulative_lens(lens: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return int32 document offsets on the device: made once for all layers, without synchronizing."""
+    """Return int32 document offsets on the device, cached for all layers, without synchronizing."""
     # A tensor made in inference mode could not be saved for a later backward pass.
     with torch.inference_mode(False):
         ends = torch.tensor(list(accumulate(lens, initial=0)), dtype=torch.int32)

@@ -1,8 +1,8 @@
-"""Attention of one new token per prompt to its own prompt's keys, in a padded batch.
+"""Attention of one new token per prompt to the keys of that prompt, in a padded batch.
 
-Queries are [B, H, 1, D]; keys and values [B, KV, capacity, D], of which each prompt uses the first ones. The output is
+Queries are [B, H, 1, D]; keys and values are [B, KV, capacity, D], and each prompt uses its first ones. The output is
 [B, 1, H, D], equal to that of each prompt alone up to rounding. Nothing synchronizes with the device, so a step can be
-captured in a CUDA graph. Without the kernel, the keys of a layer are copied to fp32 and padding is scored too.
+captured in a CUDA graph. Without the flash kernel, the keys of a layer are copied to fp32, and padding is scored too.
 """
 
 from functools import cache
@@ -20,17 +20,17 @@ from unspool.models.attention.reference import (
     within_window,
 )
 
-# Elements of fp32 that a copy of keys may have at a time: 512 MiB.
+# Largest fp32 copy of keys, in elements: 512 MiB.
 MAX_COPIED = 1 << 27
-# Of outputs about as large as 1, between bfloat16 and fp32.
+# Absolute tolerance between bfloat16 and fp32, for outputs of about 1.
 TOLERANCE = 0.03
 
 
 class PaddedAttention:
-    """Replaces the kernel of every layer while a batch of answers is generated."""
+    """The attention kernel of every layer while a batch of answers is generated."""
 
     def __init__(self, lengths: Tensor, capacity: int) -> None:
-        """`lengths`: int64 [B], keys of each prompt without the new token's; it may change from step to step."""
+        """`lengths`, int64 [B]: keys of each prompt without the new token's. It may change from step to step."""
         self._lengths = lengths
         self._num_keys = lengths.to(torch.int32) + 1
         self._places = torch.arange(capacity, device=lengths.device)
@@ -57,7 +57,7 @@ def padding_mask(num_keys: Tensor, places: Tensor, window: int | None) -> Tensor
 
 
 def masked_attention(inputs: AttentionInputs, mask: Tensor) -> Tensor:
-    """Compute on any device, in any dtype; a few prompts at a time, because their keys are copied to fp32."""
+    """Compute attention on any device and in any dtype, a few prompts at a time: their keys are copied to fp32."""
     query, key, value = inputs.heads
     batch, num_heads, _, dim = query.shape
     num_kv, capacity = key.shape[1], key.shape[2]
@@ -75,10 +75,10 @@ def masked_attention(inputs: AttentionInputs, mask: Tensor) -> Tensor:
 
 
 def flash_attention(inputs: AttentionInputs, num_keys: Tensor, offsets: tuple[Tensor, Tensor]) -> Tensor:
-    """FlashAttention-2 on documents of `capacity` keys, of which it reads the first `num_keys` of each."""
+    """Run FlashAttention-2 on prompts with room for `capacity` keys; it reads the first `num_keys` of each."""
     query, key, value = inputs.heads
     batch, num_heads, _, dim = query.shape
-    # Views, since keys are laid out by token; keys with a base per head are rotated in every step and copied here.
+    # Views, because keys are laid out by token. With a base per head, keys are rotated in every step and copied here.
     keys, values = (cached.transpose(1, 2).reshape(-1, cached.shape[1], cached.shape[3]) for cached in (key, value))
     window = (-1, -1) if inputs.window is None else (inputs.window - 1, 0)
     forward: Any = torch.ops.aten._flash_attention_forward
@@ -117,9 +117,9 @@ def has_flash_kernel(inputs: AttentionInputs) -> bool:
 def flash_kernel_is_correct(device: torch.device, dtype: torch.dtype, num_heads: int, num_kv: int, dim: int) -> bool:
     """Return whether this torch's kernel respects `seqused_k` on this device; tested once.
 
-    The operator is not public, so another version of torch may have a different one.
+    The operator is not public, so other versions of torch may change it.
     """
-    # Long enough that the kernel divides keys among its blocks, as it does for few prompts.
+    # Long enough that the kernel splits the keys among its blocks, as it does for few prompts.
     capacity, batch = 600, 3
     numbers = torch.arange(batch * capacity * (num_heads + 2 * num_kv) * dim, device=device, dtype=torch.float32)
     heads = (numbers * 0.7).sin().to(dtype).view(batch, capacity, -1, dim)

@@ -1,7 +1,7 @@
-"""Exact causal attention in which each document sees only itself, registered with `transformers`.
+"""Exact causal attention with document masks, registered with `transformers`.
 
-It builds no S×S mask, and it refuses a layer whose attention needs anything beyond `AttentionInputs`. reference.py
-computes on any device and in any dtype; cuda.py calls the fast kernels.
+It builds no S×S mask. It refuses a layer whose attention needs anything that `AttentionInputs` does not hold.
+reference.py computes on any device and in any dtype; cuda.py calls the fast kernels; padding.py cuts off padding.
 """
 
 import copy
@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from unspool.core.errors import ConfigError
 from unspool.models.attention import cuda
+from unspool.models.attention.padding import attend_rows, needs_rows, padding_mask
 from unspool.models.attention.reference import AttentionInputs, reference_attention
 from unspool.models.attention.self_extend import self_extend_attention
 from unspool.models.checks import attention_of
@@ -22,7 +23,7 @@ from unspool.models.memory import kept
 from unspool.models.rotary import OWN_ATTENTION, depends_on_length, rotate_heads
 
 NAME = OWN_ATTENTION
-# Attribute of `position_ids` that holds the documents found in them.
+# Attribute of `position_ids` that caches the document lengths found in them.
 _PACKED = "unspool_doc_lens"
 # Arguments of attention functions that change the scores in ways we do not compute.
 _UNSUPPORTED = ("position_bias", "indices", "block_indices")
@@ -38,9 +39,10 @@ def register() -> None:
         >>> config = LlamaConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
         >>> model = AutoModelForCausalLM.from_config(config, attn_implementation="unspool")
     """
-    # It has no mask function, so `transformers` builds no mask.
     cuda.initialize_kernel_order()
     AttentionInterface.register(NAME, attend)
+    # Without it, `transformers` would drop every attention_mask, and padding would count as text.
+    AttentionMaskInterface.register(NAME, padding_mask)
 
 
 def attend(
@@ -52,13 +54,18 @@ def attend(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function that `transformers` calls in every layer: returns [B, Q, H, D]."""
+    """Return [B, Q, H, D]: the attention function that `transformers` calls in every layer."""
     _check_supported(module, attention_mask, kwargs)
     if kwargs.get("rope_spans") is not None and depends_on_length(module):
         raise ConfigError(
-            "This model's RoPE frequencies depend on the length of the input, which must be each document's own; load "
+            "This model's RoPE frequencies depend on the input length, which must be each document's own length; load "
             "the model with unspool.load."
         )
+    if attention_mask is not None and not attention_mask.numel():  # NO_MASK
+        attention_mask = None
+    if attention_mask is not None and needs_rows(module, attention_mask):
+        heads = query, key, value
+        return attend_rows(attend, module, heads, attention_mask, scaling=scaling, **kwargs), None
     inv_freq = getattr(module, "head_inv_freq", None)
     if getattr(module, "self_extend", None) is not None:
         return self_extend_attention(module, query, key, value, scaling, kwargs), None
@@ -66,7 +73,7 @@ def attend(
         query, key = rotate_heads(query, key, inv_freq, kwargs.get("position_ids"))
     # Per-head rotation and mixed precision leave queries and keys in fp32; the kernels need one dtype.
     query, key = query.to(value.dtype), key.to(value.dtype)
-    doc_lens = kwargs.get("doc_lens") or _packed_lens(query, key, kwargs.get("position_ids"))
+    doc_lens = kwargs.get("doc_lens") or _packed_lens(query, key, kwargs.get("position_ids"), attention_mask)
     inputs = AttentionInputs(
         query=query,
         key=key,
@@ -77,14 +84,14 @@ def attend(
         sinks=kwargs.get("s_aux"),
         doc_lens=doc_lens,
     )
-    # Context parallelism, batched decoding and measurements replace the kernel by a function of their own.
+    # Context parallelism, batched decoding and measurements replace the kernel with their own function.
     exchange = getattr(module, "exchange", None)
     out = compute_attention(inputs) if exchange is None else exchange(compute_attention, inputs)
     return out.contiguous(), None
 
 
 def compute_attention(inputs: AttentionInputs) -> Tensor:
-    """Return [B, Q, H, D], by the fastest kernel that supports the inputs."""
+    """Compute [B, Q, H, D] with the fastest kernel that supports the inputs."""
     doc_lens, (query, key, _) = inputs.doc_lens, inputs.heads
     if doc_lens is not None and (len(query), sum(doc_lens)) != (1, key.shape[2]):
         raise ConfigError(
@@ -98,8 +105,13 @@ def compute_attention(inputs: AttentionInputs) -> Tensor:
 
 
 def _check_supported(module: nn.Module, mask: Tensor | None, kwargs: dict[str, Any]) -> None:
-    if mask is not None:
-        raise ConfigError("This model builds its own attention masks, which is not supported yet; use another model.")
+    if mask is not None and mask.numel() and mask.dim() != 2:
+        raise ConfigError(
+            f"attn_implementation={NAME!r} does not support {mask.dim()}D attention masks, from a batch or from the "
+            "model's own code; give an attention_mask [batch, tokens], or packed rows of unspool.Collator."
+        )
+    if mask is not None and mask.numel() and kwargs.get("doc_lens") is not None:
+        raise ConfigError("A batch with doc_lens is one packed row, which needs no padding; leave attention_mask out.")
     if kwargs.get("is_causal", getattr(module, "is_causal", True)) is False:
         raise ConfigError("This model attends to later tokens, so it does not predict text; use a causal model.")
     found = [name for name in _UNSUPPORTED if kwargs.get(name) is not None]
@@ -107,23 +119,27 @@ def _check_supported(module: nn.Module, mask: Tensor | None, kwargs: dict[str, A
         raise ConfigError(f"This model's attention uses {found[0]}, which is not supported yet; use another model.")
 
 
-def _packed_lens(query: Tensor, key: Tensor, position_ids: Tensor | None) -> tuple[int, ...] | None:
-    """Lengths of documents that other collators pack with nothing but positions that restart; None if there is one."""
+def _packed_lens(
+    query: Tensor, key: Tensor, position_ids: Tensor | None, mask: Tensor | None
+) -> tuple[int, ...] | None:
+    """Return the document lengths of a row, found by restarting positions; None if it holds one document."""
     if position_ids is None or query.shape[2] != key.shape[2] or query.shape[2] < 2 or torch.compiler.is_compiling():
         return None
     version = None if position_ids.is_inference() else position_ids._version
-    known, found = getattr(position_ids, _PACKED, (-1, None))
-    if known != version:  # once, in the first layer, because it waits for the device
+    known, known_mask, found = getattr(position_ids, _PACKED, (-1, None, None))
+    if known != version or known_mask is not mask:  # once, in the first layer, because it waits for the device
         starts = torch.diff(position_ids) <= 0
+        if mask is not None:  # positions of padding are arbitrary
+            starts = starts & mask[:, 1:]
         is_packed = bool(starts.any())
-        if is_packed and len(position_ids) > 1:
+        if is_packed and len(starts) > 1:
             raise ConfigError(
                 f"attn_implementation={NAME!r} needs packed rows as one sequence, and this batch has "
-                f"{len(position_ids)} rows with positions that restart; use unspool.Collator."
+                f"{len(starts)} rows with positions that restart; use unspool.Collator."
             )
         ends = [0, *(starts[0].nonzero()[:, 0] + 1).tolist(), position_ids.shape[1]] if is_packed else []
         found = tuple(end - start for start, end in pairwise(ends)) or None
-        setattr(position_ids, _PACKED, (version, found))
+        setattr(position_ids, _PACKED, (version, mask, found))
     lens: tuple[int, ...] | None = found
     return lens
 
@@ -133,7 +149,7 @@ def _window(longest: int, sliding_window: int | None) -> int | None:
     return None if sliding_window is None or longest <= sliding_window else int(sliding_window)
 
 
-# Memory settings: the registered function called for some heads at a time, or with its kernels' results kept.
+# Memory settings: call the registered function for some heads at a time, or keep the results of its kernels.
 
 
 HEAD_CHUNKS_NAME = "unspool-head-chunks"
@@ -149,8 +165,8 @@ def apply_head_chunks(layers: list[nn.Module], *, heads_at_once: int | None) -> 
         inner = module.config._attn_implementation
         if inner not in ALL_ATTENTION_FUNCTIONS:
             raise ConfigError(
-                f"attention {inner!r} is not a registered function, so its results cannot be kept and it cannot be "
-                "computed some heads at a time; load the model with Unspool's attention."
+                f"attention {inner!r} is not a registered function, so Unspool can neither keep its results nor call "
+                "it for some heads at a time; load the model with unspool.load."
             )
         assert inner != HEAD_CHUNKS_NAME, "memory settings are applied once"
         # A copy, because the model's own config is saved with it and must not change.
@@ -163,7 +179,7 @@ def apply_head_chunks(layers: list[nn.Module], *, heads_at_once: int | None) -> 
 def attend_in_head_chunks(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """The attention function of layers with memory settings."""
+    """Call the layer's own attention function, for some heads at a time: attention of layers with memory settings."""
     attend = ALL_ATTENTION_FUNCTIONS[module.inner_attention]
     at_once = min(module.heads_at_once or key.shape[1], key.shape[1])
     if at_once == key.shape[1]:
@@ -171,7 +187,7 @@ def attend_in_head_chunks(
     groups = query.shape[1] // key.shape[1]
     sinks = kwargs.pop("s_aux", None)
     outs = []
-    # Split and not sliced: the gradients of all chunks are joined into one tensor instead of one full tensor each.
+    # Split, not sliced: split joins the gradients of all chunks into one tensor; each slice would make a full one.
     chunks = [
         torch.split(tensor, size, dim=1)
         for tensor, size in ((query, at_once * groups), (key, at_once), (value, at_once))
@@ -199,7 +215,7 @@ def _call_inner(attend: Any, module: Any, *args: Any, **kwargs: Any) -> Tensor:
 
 
 class _HeadsView:
-    """An attention module restricted to some KV heads: slices its tensors named head_…, which have one row per head."""
+    """A view of an attention module for some KV heads: slices its `head_…` tensors, which have one row per KV head."""
 
     def __init__(self, module: Any, heads: slice) -> None:
         self._module = module
@@ -211,9 +227,9 @@ class _HeadsView:
 
 
 def _compact(heads: Tensor) -> Tensor:
-    """Copy a slice of heads [B, H, S, D] if it spans 2³¹ elements or more of the tensor that it was cut from.
+    """Copy a slice of heads [B, H, S, D] if it spans 2³¹ or more elements of its tensor.
 
-    The copy is laid out by token, as models do it, so that the kernel's output needs no further copy.
+    The copy is laid out by token, as in models, so the kernel's output needs no other copy.
     """
     span = sum((size - 1) * stride for size, stride in zip(heads.shape, heads.stride(), strict=True))
     return heads.transpose(1, 2).contiguous().transpose(1, 2) if span >= MAX_ELEMENTS else heads

@@ -1,8 +1,8 @@
-"""Inputs of attention, and the reference computation: any device, any dtype, one document after another.
+"""The inputs of attention and the reference computation, for any device and dtype, one document at a time.
 
-Every faster implementation is compared with this one. It is differentiable and builds no S×S tensor: a mask or explicit
-scores exist for one block of queries at a time. In training, capped scores and sinks are computed a second time in the
-backward pass, since keeping the scores would take S×S memory.
+Tests compare every faster implementation with this one. It is differentiable and builds no S×S tensor: masks and scores
+exist for one block of queries at a time. In training, the backward pass recomputes capped scores and sinks, because
+keeping the scores would take S×S memory.
 """
 
 from collections.abc import Callable
@@ -19,22 +19,22 @@ from unspool.models.memory import kept
 
 # Queries that share one mask.
 BLOCK = 512
-# Scores in fp32 that may exist at a time: 512 MiB.
+# Most fp32 scores that exist at a time: 512 MiB.
 MAX_SCORES = 1 << 27
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AttentionInputs:
-    """What the attention of one layer is computed from."""
+    """The inputs of one layer's attention."""
 
     query: Tensor  # [B, H, Q, D]; the queries are the last positions of the keys
     key: Tensor  # [B, KV, K, D]
     value: Tensor  # [B, KV, K, D]
     scaling: float | None = None  # of the scores; 1/√D if None
-    window: int | None = None  # keys that a query sees, itself included, as `transformers` counts
+    window: int | None = None  # keys that a query sees, including its own, as in `transformers`
     softcap: float | None = None  # scores s become cap · tanh(s / cap)
-    sinks: Tensor | None = None  # [H]: scores that take part in the softmax and add nothing to the output
-    doc_lens: tuple[int, ...] | None = None  # documents of a packed sequence; None: one document per sequence
+    sinks: Tensor | None = None  # [H]: extra scores in the softmax that add nothing to the output
+    doc_lens: tuple[int, ...] | None = None  # document lengths of a packed row; None: one document per sequence
 
     @property
     def heads(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -50,7 +50,7 @@ class AttentionInputs:
 
 # Computes the output [B, Q, H, D].
 Kernel = Callable[[AttentionInputs], Tensor]
-# Called in place of the kernel, which it gets as its first argument.
+# Called instead of the kernel, with the kernel as its first argument.
 Exchange = Callable[[Kernel, AttentionInputs], Tensor]
 
 
@@ -97,7 +97,7 @@ def _attend_with_scores(inputs: AttentionInputs) -> Tensor:
     training = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs.heads)
 
     def block(some: AttentionInputs, offset: int) -> Tensor:
-        # Tensors are arguments of their own: `checkpoint` would keep those inside of an object in memory.
+        # Tensors are separate arguments: `checkpoint` would keep tensors inside an object in memory.
         args = (*some.heads, some.sinks, offset, some.scale, some.window, some.softcap)
         if not training:
             return _attend_block(*args)
@@ -108,7 +108,7 @@ def _attend_with_scores(inputs: AttentionInputs) -> Tensor:
 
 
 def _in_blocks(inputs: AttentionInputs, size: int, block: Callable[[AttentionInputs, int], Tensor]) -> Tensor:
-    """Call `block` with `size` queries, the keys that they see, and the index of the first query's key among these."""
+    """Call `block` with `size` queries at a time, the keys that they see, and the first query's index among these."""
     query, key, value = inputs.heads
     num_queries, num_keys = query.shape[2], key.shape[2]
     outs = []
@@ -159,7 +159,7 @@ def softmax_with_sinks(scores: Tensor, sinks: Tensor | None) -> Tensor:
 
 
 def within_window(distance: Tensor, window: int | None) -> Tensor:
-    """Return a mask of keys that a query sees, from how many tokens before the query they are."""
+    """Return a mask of the keys that a query sees, given their distance before the query in tokens."""
     return distance >= 0 if window is None else (distance >= 0) & (distance < window)
 
 
@@ -170,7 +170,7 @@ def causal_mask(num_queries: int, num_keys: int, offset: int, window: int | None
 
 
 def repeat_kv_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Repeat keys and values for kernels that need as many heads of them as of queries."""
+    """Repeat keys and values for kernels that need as many KV heads as query heads."""
     groups = query.shape[1] // key.shape[1]
     if groups == 1:
         return key, value

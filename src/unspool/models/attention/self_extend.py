@@ -1,8 +1,8 @@
-"""Self-Extend (Jin et al. 2024): attention at two resolutions, without training and for evaluation only.
+"""Self-Extend (Jin et al. 2024): attention at two resolutions, for evaluation without training.
 
-Keys nearer than `window` tokens are rotated at their own distance. Farther ones share a position with `group`
+Keys nearer than `window` tokens keep their own distance. Farther keys share one position in groups of `group`
 neighbors: queries at ⌊i / group⌋ + window − ⌊window / group⌋, keys at ⌊j / group⌋. One softmax covers both, so no
-distance is greater than the model was trained on. Scores are computed in blocks of queries, not by a fused kernel.
+distance exceeds the trained context length. Scores are computed in blocks of queries, not by a fused kernel.
 """
 
 from collections.abc import Mapping
@@ -62,7 +62,7 @@ def _attend(
             near[0][:, :, some] @ near_key.transpose(-1, -2),
             far[0][:, :, some] @ far_key.transpose(-1, -2),
         )
-        # Keys after the query, and in a padded batch the room after the newest key.
+        # Masks keys after the query, and in a padded batch the unused memory after the newest key.
         weights = (scores * scale).masked_fill(distance < 0, -torch.inf).softmax(dim=-1)
         outs.append((weights @ values.float()).to(value.dtype))
     return torch.cat(outs, dim=2)

@@ -1,8 +1,8 @@
-"""Generation for prompts that share no context: read as packed documents, continued as one padded batch.
+"""Greedy generation for prompts that share no context: prefilled as packed documents, decoded as a padded batch.
 
-The tokens equal those of each prompt on its own, up to rounding. A step synchronizes with the device only to read the
-new tokens; on CUDA a step is one graph launch where the model allows it. Every prompt takes the memory of the longest.
-A finished prompt is computed on, in a graph until the batch ends, and its tokens are ignored.
+The tokens equal those of each prompt alone, up to rounding. A step synchronizes with the device only to read the new
+tokens. On CUDA, a step is one graph launch if the model allows it. Every prompt takes as much memory as the longest. In
+a CUDA graph, finished prompts are computed until the batch ends, and their tokens are ignored.
 """
 
 import logging
@@ -24,17 +24,18 @@ from unspool.models.checks import intercept_attention
 
 logger = logging.getLogger(__name__)
 
-# One decoding step as one launch: a CUDA graph.
+# CUDA graphs: one launch per decoding step.
 
 
 def capture_graph(step: Callable[[], None], state: Sequence[Tensor]) -> torch.cuda.CUDAGraph | None:
     """Capture `step`, or return None if that fails.
 
-    `state` is all that `step` reads and updates; its values are restored. Nothing else that it writes may matter later.
+    `state` holds every tensor that `step` both reads and updates; their values are restored. `step` must not write
+    anything else that matters later.
     """
     device = state[0].device
     before = [tensor.clone() for tensor in state]
-    # Torch requires a warm-up on another stream: it selects kernels and loads libraries outside of the capture.
+    # Torch requires a warm-up on another stream, which selects kernels and loads libraries before the capture.
     stream, main = _side_stream(device), torch.cuda.current_stream(device)
     graph = torch.cuda.CUDAGraph()
     stream.wait_stream(main)
@@ -44,14 +45,14 @@ def capture_graph(step: Callable[[], None], state: Sequence[Tensor]) -> torch.cu
             with _synchronizing_forbidden():
                 step()
         main.wait_stream(stream)
-        # Other threads of this process may use the device for something else.
+        # Other threads of this process may use the device meanwhile.
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             step()
     except RuntimeError as error:
         _warn_once(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no reason given'}")
         return None
     finally:
-        # After a failed capture, torch stays on the capture's stream.
+        # After a failed capture, torch leaves the capture's stream selected.
         torch.cuda.set_stream(main)
         main.wait_stream(stream)
         for tensor, kept in zip(state, before, strict=True):
@@ -61,10 +62,10 @@ def capture_graph(step: Callable[[], None], state: Sequence[Tensor]) -> torch.cu
 
 @contextmanager
 def _synchronizing_forbidden() -> Iterator[None]:
-    """Raise for whatever synchronizes. A capture would raise too, but leave the allocator in a broken state."""
+    """Raise on synchronization. A capture would raise too, but would leave the allocator in a broken state."""
     mode = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
-        # Torch warns that it does not find everything; the capture finds the rest.
+        # Torch warns that this mode misses some synchronizations; the capture finds those.
         warnings.simplefilter("ignore")
         torch.cuda.set_sync_debug_mode("error")
     try:
@@ -75,7 +76,7 @@ def _synchronizing_forbidden() -> Iterator[None]:
 
 @cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """One stream for all batches, because libraries keep a workspace for every stream that they have seen."""
+    """Return one stream for all batches, because libraries keep a workspace for each stream that they have used."""
     stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     return stream
 
@@ -90,10 +91,10 @@ def _warn_once(reason: str) -> None:
 
 @dataclass(frozen=True)
 class Segment:
-    """Tokens of one pass that belong to one prompt."""
+    """The tokens of one prompt in one pass."""
 
     prompt: int
-    start: int  # position of the first
+    start: int  # position of the first token
     count: int
 
 
@@ -104,7 +105,7 @@ class Batch:
         self.capacity = capacity  # tokens per prompt
         self.segments: list[Segment] = []  # of the current prefill pass; empty while answers are generated
         self.prompts = torch.arange(num_prompts, device=device)
-        # Keys of each prompt, and so the position of its next token.
+        # Number of keys of each prompt, which is the position of its next token.
         self.lengths = torch.zeros(num_prompts, dtype=torch.int64, device=device)
         # The newest token of each prompt, which no layer has seen yet.
         self.tokens = torch.zeros(num_prompts, dtype=torch.int64, device=device)
@@ -122,7 +123,7 @@ class PaddedLayer(DynamicLayer):  # type: ignore[misc]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
-            # Attention rounds keys to the values' dtype. Rounding here avoids rounding all of them in each step.
+            # Attention rounds keys to the values' dtype. Rounding here avoids rounding all keys in each step.
             self.lazy_initialization(key_states, value_states)
             self.keys, self.values = (self._allocate(new, value_states.dtype) for new in (key_states, value_states))
         batch = self._batch
@@ -154,7 +155,7 @@ class PaddedLayer(DynamicLayer):  # type: ignore[misc]
     def _allocate(self, new: Tensor, dtype: torch.dtype) -> Tensor:
         heads, dim, capacity = new.shape[1], new.shape[3], self._batch.capacity
         count = len(self._batch.prompts)
-        # Zeros, because NaN in unused memory would reach the output even with weight 0.
+        # Zeros, because NaN in unused memory would reach the output, even with weight 0.
         if new.is_cuda:
             # By token, as the kernel takes it.
             return new.new_zeros(count, capacity, heads, dim, dtype=dtype).transpose(1, 2)
@@ -170,7 +171,7 @@ def answer_batch(
     stop_ids: Collection[int],
     row_tokens: int,
 ) -> list[list[int]]:
-    """Generate up to a stop token (left out) or `max_new_tokens`; prompts are read `row_tokens` at a time."""
+    """Generate up to a stop token (not included) or `max_new_tokens`; prompts are prefilled `row_tokens` at a time."""
     batch = Batch(len(prompts), max(map(len, prompts)) + max_new_tokens, model.device)
     cache = Cache(layer_class_to_replicate=partial(PaddedLayer, batch))
     for together in group_prompts([len(ids) for ids in prompts], row_tokens):
@@ -198,7 +199,7 @@ def answer_batch(
 
 
 def group_prompts(lens: list[int], max_tokens: int) -> list[range]:
-    """Group neighbors that are read as documents of one packed sequence: as many as fit, at least one."""
+    """Group consecutive prompts to prefill as one packed row: as many as fit, at least one."""
     groups: list[range] = []
     start = used = 0
     for at, length in enumerate(lens):
@@ -210,7 +211,7 @@ def group_prompts(lens: list[int], max_tokens: int) -> list[range]:
 
 
 def _prefill(model: Any, cache: Cache, batch: Batch, prompts: dict[int, np.ndarray], max_tokens: int) -> None:
-    """Read several prompts as documents of one packed sequence, or a long one in chunks."""
+    """Prefill several prompts as documents of one packed row, or one long prompt in chunks."""
     lens = [len(ids) for ids in prompts.values()]
     lines = torch.tensor(list(prompts), device=model.device)
     for start in range(0, lens[0] if len(lens) == 1 else 1, max_tokens):
@@ -247,7 +248,7 @@ class BatchDecoder:
         return self._attention(*args)
 
     def step(self) -> None:
-        """Add the newest tokens to the cache and replace them by those that follow."""
+        """Add the newest tokens to the cache and replace them with the next tokens."""
         if not self._tried_graph:
             self._tried_graph = True
             self._graph = capture_graph(self._run_step, (self._batch.tokens, self._batch.lengths))
@@ -279,7 +280,7 @@ class BatchDecoder:
             logits_to_keep=1,
         )
         batch.tokens.copy_(out.logits[:, -1].argmax(dim=-1))
-        # Finished prompts continue too, but not beyond the capacity.
+        # Finished prompts continue too; the clamp keeps them within the capacity.
         batch.lengths.add_(1).clamp_(max=batch.capacity - 1)
 
 

@@ -1,8 +1,8 @@
-"""Greedy generation for several questions: on one context, which is read once, or each on its own prompt.
+"""Greedy generation for several questions, on one context that is prefilled once, or each on its own prompt.
 
-The tokens equal those of each question on its own, up to rounding. Logits are computed for last positions only. The
-cache holds the whole context. How much is read at a time depends on the model, the device and the lengths, and not on
-what else is in memory, so that the same questions get the same answers again.
+The tokens equal those of each question alone, up to rounding. Logits are computed only for last positions. The cache
+holds the whole context. Chunk sizes depend on the model, the device and the lengths, but not on free memory, so the
+same questions always get the same answers.
 """
 
 from collections.abc import Collection
@@ -21,25 +21,25 @@ from unspool.models.generation.batched import answer_batch, to_tensor
 from unspool.models.generation.shared_prefix import SharedPrefixAttention, can_batch, can_share_prefix
 from unspool.models.rotary import decides_by_document, same_frequencies
 
-# Tokens of questions that share one sequence; more would cost more in discarded scores than they save.
+# Most tokens of questions in one sequence; with more, discarded scores cost more than sharing saves.
 MAX_SHARED_TOKENS = 4096
-# Tokens that are read at a time where the memory is not known.
+# Tokens per prefill chunk if the device's memory is unknown.
 PREFILL_CHUNK = 8192
-# Share of a GPU's memory that may be planned with; the rest is for workspaces of kernels and fragmentation.
+# Share of a GPU's memory that plans may use; the rest is for kernel workspaces and fragmentation.
 USABLE = 0.8
-# Tokens of prompts that are read as one packed sequence; a longer one is no faster.
+# Most prompt tokens in one packed row of prefill; longer rows are no faster.
 MAX_ROW_TOKENS = 1 << 17
-# Prompts in one batch; beyond this a step is bound by reading keys, no longer by launches.
+# Most prompts in one batch; above this, reading keys limits a step, not launches.
 MAX_PROMPTS = 64
-# Share of the memory besides weights that the keys of a batch may take; reading the prompts needs the rest.
+# Share of the memory besides weights for the keys of a batch; prefill needs the rest.
 BATCH_SHARE = 0.5
-# Padded tokens of a batch where the memory is not known: 3 GiB of SmolLM2-135M in fp32.
+# Padded tokens of a batch if the device's memory is unknown: 3 GiB for SmolLM2-135M in fp32.
 CPU_BATCH_TOKENS = 1 << 16
 
 
 @dataclass(frozen=True)
 class MemoryCosts:
-    """Bytes that a model takes."""
+    """Bytes of a model's weights, and bytes per token of its cache and prefill."""
 
     weights: int
     cache_per_token: int  # keys and values of all layers
@@ -51,7 +51,7 @@ class MemoryCosts:
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         size = next(model.parameters()).element_size()
-        # The residual stream and its norms, queries and attention's output, and the MLP's three wide tensors.
+        # The residual stream and its norms, queries and the attention output, and the three wide tensors of the MLP.
         wide = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
         return cls(
             weights=sum(parameter.numel() * parameter.element_size() for parameter in model.parameters()),
@@ -61,7 +61,7 @@ class MemoryCosts:
 
 
 def prefill_chunk_len(model: Any, cached: int) -> int:
-    """Return the most tokens to read at a time beside a cache of `cached` tokens; long chunks have fast kernels."""
+    """Return the largest prefill chunk that fits with a cache of `cached` tokens; long chunks have fast kernels."""
     if model.device.type != "cuda":
         return PREFILL_CHUNK
     costs = MemoryCosts.of(model)
@@ -70,7 +70,7 @@ def prefill_chunk_len(model: Any, cached: int) -> int:
 
 
 def plan_batches(model: Any, lens: list[int], max_new_tokens: int) -> list[list[int]]:
-    """Group prompts of similar lengths into batches that fit, the longest first."""
+    """Group prompts of similar lengths into batches that fit into memory, longest prompts first."""
     left = sorted(range(len(lens)), key=lambda at: (-lens[at], at))
     tokens = CPU_BATCH_TOKENS
     if model.device.type == "cuda":
@@ -79,7 +79,7 @@ def plan_batches(model: Any, lens: list[int], max_new_tokens: int) -> list[list[
     found = []
     while left:
         most = min(MAX_PROMPTS, max(1, tokens // (lens[left[0]] + max_new_tokens)))
-        # As equal as possible: a last batch of one prompt would take as many steps as a full one.
+        # As equal as possible: a last batch of one prompt would take as many steps as a full batch.
         size = -(-len(left) // -(-len(left) // most))
         found.append(left[:size])
         left = left[size:]
@@ -91,7 +91,7 @@ def _usable_memory(model: Any) -> float:
 
 
 class PreallocatedLayer(DynamicLayer):  # type: ignore[misc]
-    """Keys and values of one layer with memory for `capacity` tokens, so that no token costs a copy of the cache."""
+    """Keys and values of one layer in memory for `capacity` tokens, so that adding a token copies no cache."""
 
     keys: Tensor
     values: Tensor
@@ -117,11 +117,11 @@ class PreallocatedLayer(DynamicLayer):  # type: ignore[misc]
         for buffer, new in zip(self._buffers, (key_states, value_states), strict=True):
             buffer[..., start:end, :] = new
         self.keys, self.values = (buffer[..., :end, :] for buffer in self._buffers)
-        # The first time there is nothing before, and kernels are faster on whole tensors.
+        # The first pass has no earlier tokens, and kernels are faster on whole tensors.
         return (self.keys, self.values) if start else (key_states, value_states)
 
     def keep(self, length: int) -> None:
-        """Forget all but the first `length` tokens."""
+        """Keep only the first `length` tokens."""
         if self.is_initialized and self.keys.numel():
             self.keys, self.values = self.keys[..., :length, :], self.values[..., :length, :]
 
@@ -136,10 +136,10 @@ def answer(
     stop_ids: Collection[int],
     prefill_chunk: int | None = None,
 ) -> list[list[int]]:
-    """Generate after context + question each, up to a stop token (left out) or `max_new_tokens`.
+    """Generate after each context + question, up to a stop token (not included) or `max_new_tokens`.
 
-    Where RoPE depends on the length of the input, the whole prompt decides, as in plain `transformers`, and not the
-    chunk of it that is computed at a time; tokens of the answer are rotated as the prompt is.
+    If RoPE depends on the input length, the length of the whole prompt counts, as in plain `transformers`, not that of
+    a chunk. Tokens of the answer are rotated like the prompt.
     """
     check_tokens(model, (context_ids, *questions))
     lengths = [len(context_ids) + len(ids) for ids in questions]
@@ -155,7 +155,7 @@ def answer(
     longest = max(map(len, questions)) + max_new_tokens
     together = len(questions) > 1 and sum(map(len, questions)) <= MAX_SHARED_TOKENS and can_share_prefix(model)
     own = sum(map(len, questions)) + len(questions) * max_new_tokens if together else longest
-    # Every layer keeps all keys, also with a sliding window, so that the cache can be cropped back.
+    # Layers with a sliding window keep all keys too, so that the cache can be cropped.
     cache = Cache(layer_class_to_replicate=partial(PreallocatedLayer, len(context_ids) + own))
     chunk = prefill_chunk or prefill_chunk_len(model, len(context_ids) + own)
     for start in range(0, len(context_ids), chunk):
@@ -177,7 +177,7 @@ def _answer_in_batches(
     for some in plan_batches(model, [len(ids) for ids in prompts], max_new_tokens):
         batch = [prompts[at] for at in some]
         if len(batch) == 1:
-            # A prompt alone needs no padding, and its keys may take all memory.
+            # A single prompt needs no padding, and its keys may take all memory.
             found = answer(model, batch[0][:0], batch, **options, prefill_chunk=prefill_chunk)
         else:
             padded = len(batch) * (max(map(len, batch)) + max_new_tokens)
@@ -206,7 +206,7 @@ def _answer_alone(
         if len(generated) >= max_new_tokens:
             break
         token = _next_token(model, cache, np.array([token]), length)
-    # A negative count removes that many tokens; a positive one is a length in older versions.
+    # A negative count removes tokens from the end; older versions read a positive one as a length.
     cache.crop(before - cache.get_seq_length())
     return generated
 
@@ -255,7 +255,7 @@ def next_logits(
 ) -> Tensor:
     """Append `ids` at `positions` to the cache; return the logits [len(ends), V] after each of those at `ends`.
 
-    `length` is that of the whole prompt, where RoPE depends on it.
+    `length` is the length of the whole prompt, if RoPE depends on it.
     """
     tokens, where, last = (to_tensor(model, values) for values in (ids, positions, ends))
     options: dict[str, Any] = {"past_key_values": cache, "use_cache": True, "logits_to_keep": last}

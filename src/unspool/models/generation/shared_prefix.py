@@ -1,6 +1,6 @@
-"""Several continuations of one context in one sequence: each sees the context and itself.
+"""Several continuations of one context in one sequence: each attends to the context and to itself.
 
-Keys of the context come first, then keys of all continuations in the order in which they were computed. The context's
+The keys of the context come first, followed by the keys of all continuations in the order of computation. The context's
 keys are read once for all continuations and never copied. The output equals that of each continuation alone, up to
 rounding. Scores between continuations are computed and discarded, so continuations should be short.
 """
@@ -20,7 +20,7 @@ from unspool.models.rotary import depends_on_length
 
 
 def can_share_prefix(model: Any) -> bool:
-    """Return whether keys are cached rotated, so that continuations may be stored in any order."""
+    """Return whether cached keys are already rotated, so that continuations may be stored in any order."""
     return can_batch(model) and all(
         getattr(attention_of(layer), "head_inv_freq", None) is None for layer in layers_of(model)
     )
@@ -37,7 +37,7 @@ def can_batch(model: Any) -> bool:
 
 
 class SharedPrefixAttention:
-    """Replaces the kernel of every layer; knows the continuation and the position of each key."""
+    """The attention kernel of every layer; it knows the continuation and the position of each key."""
 
     def __init__(self, num_shared: int, device: torch.device) -> None:
         self.num_shared = num_shared
@@ -53,7 +53,7 @@ class SharedPrefixAttention:
         self._masks = {}
 
     def attached(self, model: Any) -> AbstractContextManager[None]:
-        """Return a context in which the model's layers attend this way."""
+        """Return a context manager in which the model's layers use this attention."""
         return intercept_attention(model, lambda layer: self)
 
     def __call__(self, kernel: Kernel, inputs: AttentionInputs) -> Tensor:
@@ -77,7 +77,7 @@ class SharedPrefixAttention:
         return merged.view(batch, num_heads, num_queries, -1).transpose(1, 2).to(query.dtype)
 
     def _own_mask(self, window: int | None) -> Tensor:
-        """bool[queries, keys after the shared ones]."""
+        """Return bool[queries, keys after the shared keys]."""
         if ("own", window) not in self._masks:
             owners, positions = self._owners[-self._num_new :, None], self._positions[-self._num_new :, None]
             visible = within_window(positions - self._positions, window)
@@ -85,7 +85,7 @@ class SharedPrefixAttention:
         return self._masks["own", window]
 
     def _shared_mask(self, window: int) -> Tensor:
-        """bool[queries, shared keys]."""
+        """Return bool[queries, shared keys]."""
         if ("shared", window) not in self._masks:
             keys = torch.arange(self.num_shared, device=self._positions.device)
             self._masks["shared", window] = within_window(self._positions[-self._num_new :, None] - keys, window)
@@ -93,9 +93,9 @@ class SharedPrefixAttention:
 
 
 def partial_attention(inputs: AttentionInputs, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Attend to some of the keys: the output [B, KV, G·Q, D] over these alone, and its log-sum-exp [B, KV, G·Q].
+    """Attend to some of the keys: return the output [B, KV, G·Q, D] over them, and its log-sum-exp [B, KV, G·Q].
 
-    Queries are grouped by the KV head that they share: [B, KV, G·Q, D].
+    Queries [B, KV, G·Q, D] are grouped by the KV head that they share.
     """
     query, key, value = inputs.heads
     if mask is None and inputs.softcap is None and cuda.supports(query, key, value):
@@ -108,11 +108,11 @@ def partial_attention(inputs: AttentionInputs, mask: Tensor | None) -> tuple[Ten
         some = slice(start, min(start + size, query.shape[2]))
         scores = capped_scores(query[:, :, some].float(), keys, inputs.scale, inputs.softcap)
         if mask is not None:
-            # All queries of the first head of a group come first, then all of the second.
+            # Queries are ordered by head within a group: all of the first head, then all of the second.
             queries = torch.arange(some.start, some.stop, device=mask.device) % len(mask)
             scores = scores.masked_fill(~mask[queries], -torch.inf)
         log_sum = scores.logsumexp(dim=-1)
-        # The sum of a query that sees none of these keys is −∞, and −∞ − −∞ is NaN.
+        # The log-sum of a query that sees none of these keys is −∞, and −∞ − −∞ is NaN.
         outs.append((scores - log_sum.clamp(min=-1e30)[..., None]).exp() @ values)
         log_sums.append(log_sum)
     return torch.cat(outs, dim=2), torch.cat(log_sums, dim=2)

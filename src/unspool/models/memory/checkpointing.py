@@ -1,9 +1,9 @@
-"""Activation checkpointing, and memory settings of training in general.
+"""Activation checkpointing, and applying all memory settings of training.
 
-A checkpoint covers one layer or a group of them. It keeps the group's input and, on request, the results of attention
-kernels and of some layers' matrix products. The recomputation runs the same kernels on the same numbers, so gradients
-have the same bits if the kernels are deterministic. It costs a second forward pass, without attention if that is kept,
-and the activations of a group exist at once.
+A checkpoint covers one layer or a group of layers. It keeps the group's input and, if configured, the results of
+attention kernels and of some layers' matrix products. The recomputation runs the same kernels on the same numbers, so
+gradients are bit-identical if the kernels are deterministic. It costs a second forward pass (without attention if its
+results are kept), and the activations of one group exist at a time.
 """
 
 from functools import partial
@@ -25,7 +25,7 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]  # arguments of a layer
 
 
 def apply_memory(model: Any, policy: MemoryPolicy) -> None:
-    """Change `model` in place; once per model, after its RoPE method and after compiling."""
+    """Apply memory settings to `model` in place: once per model, after its RoPE method and after compiling."""
     if policy == MemoryPolicy():
         return
     layers = layers_of(model)
@@ -41,7 +41,7 @@ def apply_memory(model: Any, policy: MemoryPolicy) -> None:
 
 
 def apply_checkpointing(layers: list[nn.Module], policy: MemoryPolicy, device: torch.device) -> None:
-    """Set up the checkpoints. That of the last group is never offloaded, because it is needed first."""
+    """Group layers into checkpoints. The last group's checkpoint is never offloaded, because it is needed first."""
     every = policy.layers_per_checkpoint
     for layer in layers[len(layers) - policy.keep_products :]:
         keep_products(layer)
@@ -58,7 +58,7 @@ def apply_checkpointing(layers: list[nn.Module], policy: MemoryPolicy, device: t
 
 
 def release_host_memory(model: Any) -> int:
-    """Give back the host memory of offloaded activations, and return its bytes. The next forward pass takes it again.
+    """Free the host memory of offloaded activations, and return its bytes. The next forward pass allocates it again.
 
     Without this the memory would stay pinned while the model is exported.
     """
@@ -68,7 +68,7 @@ def release_host_memory(model: Any) -> int:
 
 
 def host_layers(num_layers: int, *, keep: int, on_host: int) -> set[int]:
-    """Return which of the last `keep` layers keep results in host memory: evenly spaced, to overlap the copies."""
+    """Return the layers, of the last `keep`, that keep results in host memory: evenly spaced, to overlap the copies."""
     first = num_layers - keep
     return {first + number * keep // on_host for number in range(on_host)}
 
@@ -100,7 +100,7 @@ class _Group:
             layer.forward = partial(self._forward, number)
 
     def keep(self, offloader: Offloader | None) -> None:
-        """Keep the results of calls that go through `kept.call`, on the device or in host memory."""
+        """Keep the results of `kept.call`, on the device or in host memory."""
         self.offloaders.add(offloader)
 
         def contexts() -> Any:
@@ -137,7 +137,7 @@ class _Group:
         return hidden
 
     def _run_offloaded(self, calls: list[Call], hidden: Tensor, offloader: Offloader) -> Any:
-        """Run with a checkpoint that holds only a handle of its input."""
+        """Run layers under a checkpoint that holds only a handle to its offloaded input."""
         entry: list[Any] = [hidden]
 
         def run(anchor: Tensor) -> Any:
@@ -147,7 +147,7 @@ class _Group:
             return self._run(calls, first)
 
         needs_grad = hidden.requires_grad
-        # An empty tensor tells `checkpoint` the device and leaves it nothing to keep.
+        # `checkpoint` reads the device from this empty tensor, and keeps nothing else.
         out = checkpoint(run, hidden.new_empty(0), use_reentrant=False, **self._options)
         self.stored = offloader.put(hidden.contiguous(), before=self._before.stored if self._before else None)
         entry.append(self.stored)

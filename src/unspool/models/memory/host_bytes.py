@@ -1,4 +1,4 @@
-"""Host memory that offloaded activations take, and the nearest settings that fit. Imports no torch."""
+"""The host memory of offloaded activations, and the nearest settings that fit into it. Imports no torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -6,14 +6,14 @@ from typing import Any
 
 from unspool.models.memory.policy import MemoryPolicy
 
-# Host memory is pinned in blocks of one size; an offloaded tensor takes whole ones.
+# Host memory is pinned in blocks of one size; an offloaded tensor takes whole blocks.
 BLOCK_BYTES = 64 << 20
 _FP32_BYTES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerWidths:
-    """Elements per token of what a decoder's layers compute."""
+    """Elements per token of the tensors that a decoder layer computes."""
 
     num_layers: int
     num_heads: int
@@ -36,7 +36,7 @@ class LayerWidths:
         )
 
     def kept(self, element_bytes: int) -> tuple[int, ...]:
-        """Bytes per token of each tensor that a layer with kept products keeps, attention's log-sum-exp included."""
+        """Return bytes per token of each tensor that a layer with kept products keeps, log-sum-exp included."""
         widths = (self.queries, self.queries, self.keys, self.keys, self.hidden, self.inner, self.inner)
         return (*(element_bytes * width for width in widths), _FP32_BYTES * self.num_heads)
 
@@ -44,7 +44,7 @@ class LayerWidths:
 def activation_bytes(
     policy: MemoryPolicy, widths: LayerWidths, tokens: int, *, element_bytes: int = 2, block_bytes: int = BLOCK_BYTES
 ) -> int:
-    """Bytes of host memory for the activations of one micro-batch of `tokens` tokens, in whole blocks."""
+    """Return the bytes of host memory for the activations of a micro-batch of `tokens` tokens, in whole blocks."""
 
     def blocks(tensor_bytes: int) -> int:
         return -(-tensor_bytes // block_bytes) * block_bytes
@@ -60,9 +60,9 @@ def activation_bytes(
 def with_fewer_kept(
     policy: MemoryPolicy, widths: LayerWidths, tokens: int, *, room: float, element_bytes: int = 2
 ) -> MemoryPolicy | None:
-    """The policy with as many layers kept in host memory as fit into `room` bytes; None if not even none do.
+    """Return the policy that keeps as many layers in host memory as fit into `room` bytes; None if even zero do not.
 
-    The others are recomputed, so that the device keeps no more than before.
+    The other layers are recomputed, so the device keeps no more than before.
     """
     for fewer in range(policy.keep_on_host + 1):
         tried = replace(policy, keep_products=policy.keep_products - fewer, keep_on_host=policy.keep_on_host - fewer)
@@ -74,7 +74,7 @@ def with_fewer_kept(
 def with_larger_groups(
     policy: MemoryPolicy, widths: LayerWidths, tokens: int, *, room: float, element_bytes: int = 2
 ) -> MemoryPolicy | None:
-    """The policy with the fewest layers per checkpoint that fits; None if none does."""
+    """Return the policy with the fewest layers per checkpoint that fits; None if no policy fits."""
     without_products = replace(policy, keep_products=0, keep_on_host=0)
     for every in range(policy.layers_per_checkpoint + 1, widths.num_layers + 1):
         tried = replace(without_products, layers_per_checkpoint=every)

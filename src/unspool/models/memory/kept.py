@@ -1,16 +1,15 @@
-"""Kernel results that activation checkpointing keeps instead of recomputing.
+"""Kernel results that activation checkpointing keeps instead of recomputing them.
 
-A call of a kernel goes through `call`. In the forward pass of a checkpointed region `call` records the kernel's
-result. In the recomputation the recorded results replace the kernels, in the same order, from device memory or from
-host memory. Everything else in the region (shapes, copies, the autograd graph) runs twice as usual. Results have the
-same bits, since a kept result is the very tensor of the forward pass.
+Kernels are called through `call`. In the forward pass of a checkpointed region, `call` records the kernel's result. In
+the recomputation, the recorded results replace the kernels in the same order, from device or host memory. Everything
+else in the region (shapes, copies, the autograd graph) runs twice as usual. Results are bit-identical, because a kept
+result is the tensor of the forward pass.
 
-A result is kept only if the call goes through `call` and its operator is in `_OPERATORS`. A kernel that runs in the
-region for another reason is not recorded. Every recorded result has a key (operator, shapes and dtypes of the tensor
-arguments). The recomputation must ask for the same keys and take every result; if the two passes differ, it raises an
-error instead of computing with the wrong tensor.
+Only operators in `_OPERATORS` that run inside `call` are recorded. Every recorded result has a key (operator, shapes
+and dtypes of the tensor arguments). The recomputation must request the same keys and use every result. If the two
+passes differ, an error is raised instead of computing with the wrong tensor.
 
-`call` surrounds single kernels and not the layer, because compiled functions do not run under a dispatch mode.
+`call` wraps single kernels instead of layers, because compiled functions do not run under a dispatch mode.
 """
 
 from collections import deque
@@ -44,41 +43,41 @@ _NAMES = {
         "_efficient_attention_forward",
         "_cudnn_attention_forward",
     ),
-    "torch_attn": ("_varlen_attn",),  # what `varlen_attn` calls
+    "torch_attn": ("_varlen_attn",),  # operator behind `varlen_attn`
 }
 
 
 def _find_operators() -> frozenset[Any]:
-    """Every listed operator that this version of torch has."""
+    """Return every operator in `_OPERATORS` that this version of torch has."""
     packets = (getattr(getattr(torch.ops, space), name, None) for space, names in _NAMES.items() for name in names)
     return frozenset(packet.default for packet in packets if packet is not None)
 
 
 _OPERATORS = _find_operators()
 
-# The mode for kernel calls in this thread: recording, replaying or neither.
+# This thread's mode for kernel calls: recording, replaying or neither.
 _mode: ContextVar["_Recording | _Replaying | None"] = ContextVar("keeping", default=None)
 
 
 def call(kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a kernel; its result is kept inside of a checkpointed region that keeps results."""
+    """Call a kernel; a checkpointed region that keeps results records or replays its result."""
     mode = _mode.get()
     if mode is None:
         return kernel(*args, **kwargs)
-    # Without the mode inside, so that a nested `call` does not record the same result twice.
+    # The mode is off inside, so that a nested `call` does not record the same result twice.
     with _using(None), mode:
         return kernel(*args, **kwargs)
 
 
 def call_foreign(name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call an attention function that does not use `call` itself; refuse it if it runs no kernel that can be kept."""
+    """Call an attention function that does not use `call` itself; refuse it if none of its kernels can be kept."""
     mode = _mode.get()
     before = mode.count if isinstance(mode, _Recording) else 0
     out = call(function, *args, **kwargs)
     if isinstance(mode, _Recording) and mode.count == before:
         raise ConfigError(
             f"activation_checkpointing: attention {name!r} runs no kernel whose result can be kept; set "
-            "activation_checkpointing to full, or load the model with Unspool's attention."
+            "activation_checkpointing to full, or load the model with unspool.load."
         )
     return out
 
@@ -94,7 +93,7 @@ def keep_result_of(module: nn.Module) -> None:
 
 
 class Key(NamedTuple):
-    """What a kernel call must have in common with its recomputation."""
+    """The properties that a kernel call and its recomputation must share."""
 
     operator: str
     tensors: tuple[tuple[tuple[int, ...], torch.dtype], ...]
@@ -112,7 +111,7 @@ def key_of(operator: Any, args: Any, kwargs: Any) -> Key:
 class _Entry(NamedTuple):
     key: Key
     result: Any
-    num_saved: int  # tensors that autograd saved in the region before this call
+    num_saved: int  # number of tensors that autograd saved in the region before this call
 
 
 class Kept:
@@ -120,12 +119,12 @@ class Kept:
 
     def __init__(self, offloader: Offloader | None, before: "Kept | None") -> None:
         self._offloader = offloader
-        self._before = before  # of the region that is recomputed after this one
+        self._before = before  # kept results of the region that is recomputed after this one
         self._entries: deque[_Entry] = deque()
         self._saved = _Saved()
 
     def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """Contexts for `checkpoint`: of the region's forward pass, and of its recomputation."""
+        """Return two contexts for `checkpoint`: for the region's forward pass and for its recomputation."""
         return self._forward(), self._recomputation()
 
     def put(self, key: Key, result: Any) -> None:
@@ -134,25 +133,25 @@ class Kept:
     def take(self, key: Key) -> Any:
         if not self._entries:
             raise RuntimeError(
-                f"A bug in Unspool: the recomputation of a layer asks for the kept result of {key}, but the forward "
+                f"A bug in Unspool: the recomputation of a layer requests the kept result of {key}, but the forward "
                 "pass recorded no further result."
             )
         entry = self._entries.popleft()
         if entry.key != key:
             raise RuntimeError(
-                f"A bug in Unspool: the recomputation of a layer asks for the kept result of {key}, but the forward "
+                f"A bug in Unspool: the recomputation of a layer requests the kept result of {key}, but the forward "
                 f"pass recorded {entry.key} at this place."
             )
         return self._on_device(entry.result)
 
     def fetch(self) -> None:
-        """Start the copies of results that are in host memory."""
+        """Start copying results in host memory back to the device."""
         if self._offloader is not None:
             for entry in self._entries:
                 tree_map_only(Stored, self._offloader.fetch, entry.result)
 
     def _put_tensor(self, tensor: Tensor) -> Any:
-        # Small tensors such as seeds stay on the device, and so do tensors with gaps, as some kernels return them.
+        # Small tensors such as seeds stay on the device, and so do non-dense tensors, which some kernels return.
         if self._offloader is None or tensor.dim() < 2 or not is_dense(tensor):
             return tensor.detach()
         return self._offloader.put(tensor)
@@ -164,8 +163,8 @@ class Kept:
     def _forward(self) -> Iterator[None]:
         with self._saved.counting(), _using(_Recording(self)):
             yield
-        # `checkpoint` stops the recomputation as soon as it has saved the last tensor that the forward pass saved.
-        # Later kernels are not reached.
+        # `checkpoint` stops the recomputation once it has saved as many tensors as the forward pass. So later kernels
+        # do not run.
         while self._entries and self._entries[-1].num_saved == self._saved.count:
             self._on_device(self._entries.pop().result)  # returns the blocks of host memory
 
@@ -186,19 +185,19 @@ class Kept:
         if self._entries:
             raise RuntimeError(
                 f"A bug in Unspool: the forward pass of a layer recorded {len(self._entries)} more kept results than "
-                f"its recomputation asked for, first {self._entries[0].key}."
+                f"its recomputation requested, first {self._entries[0].key}."
             )
 
 
 class _Saved:
-    """The number of tensors that autograd has saved in a checkpointed region."""
+    """A counter of the tensors that autograd saves in a checkpointed region."""
 
     def __init__(self) -> None:
         self.count = 0
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Count saved tensors; the hooks in place, those of `checkpoint`, save them."""
+        """Count saved tensors; the active hooks, those of `checkpoint`, save them."""
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
         assert hooks is not None, "results are kept inside of a checkpoint only"
         pack, unpack = hooks
@@ -221,7 +220,7 @@ def _using(mode: "_Recording | _Replaying | None") -> Iterator[None]:
 
 
 class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records the results of the listed operators."""
+    """Dispatch mode that records the results of the operators in `_OPERATORS`."""
 
     def __init__(self, kept: Kept) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -237,7 +236,7 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Replaying(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Replaces the listed operators by their recorded results."""
+    """Dispatch mode that replaces the operators in `_OPERATORS` with their recorded results."""
 
     def __init__(self, kept: Kept) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

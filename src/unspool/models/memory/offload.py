@@ -1,9 +1,9 @@
-"""Tensors stored in host memory between the forward and the backward pass.
+"""Offloading: tensors stored in host memory between the forward and the backward pass.
 
-Tensors come back in the opposite order, byte for byte and in the same layout, which backward kernels rely on. Copies
-run on their own CUDA stream while the device computes. Host memory is a pool of blocks of one size, pinned once and
-reused by every micro-batch whatever its length. A tensor of any size takes whole blocks: pinned memory comes in powers
-of two, so one tensor of 5 GiB would take 8. On a CPU the same blocks are filled and emptied, which saves nothing.
+Tensors return in reverse order, byte for byte and in the same layout, which backward kernels rely on. Copies run on a
+separate CUDA stream while the device computes. Host memory is a pool of blocks of one size, pinned once and reused by
+every micro-batch of any length. A tensor takes whole blocks, because torch pins memory in powers of two: a tensor of 5
+GiB alone would take 8 GiB. On a CPU the same blocks are used, which saves nothing.
 """
 
 from collections import deque
@@ -18,7 +18,7 @@ from torch import Tensor
 from unspool.core.errors import UnspoolError
 from unspool.models.memory.host_bytes import BLOCK_BYTES
 
-# Bytes on the device that may wait for their copies to the host; more is faster and takes more memory.
+# Most bytes on the device that wait for their copies to the host; more is faster and takes more memory.
 MAX_PENDING = 6 << 30
 
 
@@ -30,13 +30,13 @@ class Stored:
     stride: tuple[int, ...]
     dtype: torch.dtype
     blocks: list[Tensor]
-    before: "Stored | None"  # needed next in the backward pass, if known
-    on_device: Tensor | None  # until the copy to the host is done, and again from the prefetch on
+    before: "Stored | None"  # the tensor needed next in the backward pass, if known
+    on_device: Tensor | None  # until the copy to the host is done, and again after the prefetch
     copied: Any  # CUDA event of the last copy, in either direction
 
 
 class Offloader:
-    """Copies tensors to the host and back; the next one is prefetched while the last one is used."""
+    """Copies tensors to the host and back; the next tensor is prefetched while the current one is used."""
 
     def __init__(self, device: torch.device, *, block_bytes: int = BLOCK_BYTES) -> None:
         self.block_bytes = block_bytes
@@ -47,7 +47,7 @@ class Offloader:
         self._pending: deque[Stored] = deque()
 
     def put(self, tensor: Tensor, *, before: Stored | None = None) -> Stored:
-        """Start the copy to the host; the device memory is released by a later call."""
+        """Start the copy to the host; a later call releases the device memory."""
         tensor = tensor.detach()
         assert is_dense(tensor), "a tensor with gaps cannot be copied as one range of bytes"
         content = _as_bytes(tensor)
@@ -62,14 +62,14 @@ class Offloader:
         return stored
 
     def take(self, stored: Stored) -> Tensor:
-        """Return the tensor on the device, once, and prefetch the one before it."""
+        """Return the tensor on the device (only once), and prefetch the one before it."""
         assert stored.blocks or stored.on_device is not None, "a checkpoint was taken twice"
         self.fetch(stored)
         self._wait(stored.copied)
         tensor = stored.on_device
         assert tensor is not None
         stored.on_device = None
-        # The next user of these blocks writes them on the same stream, so after this copy.
+        # The next copy into these blocks runs on the same stream, so after this copy.
         self.free += stored.blocks
         stored.blocks = []
         if stored in self._pending:
@@ -79,10 +79,10 @@ class Offloader:
         return tensor
 
     def fetch(self, stored: Stored) -> None:
-        """Start the copy to the device, unless the tensor is there or was taken."""
+        """Start the copy to the device, unless the tensor is there or was taken already."""
         if stored.on_device is not None or not stored.blocks:
             return
-        # Allocated on the computing stream, where it is used, and freed after the wait for the copy.
+        # Allocated on the compute stream, which uses it, and freed after waiting for the copy.
         tensor = torch.empty_strided(stored.shape, stored.stride, dtype=stored.dtype, device=self._device)
         content = _as_bytes(tensor)
         with self._copy_stream():
@@ -97,13 +97,13 @@ class Offloader:
         self.num_blocks -= len(self.free)
         self.free.clear()
         if self._stream is not None:
-            # torch keeps freed pinned memory for later; the name of this function differs between its versions.
+            # torch caches freed pinned memory; the name of the function that frees it differs between versions.
             names = ("_accelerator_emptyHostCache", "_host_emptyCache")
             next((getattr(torch._C, name) for name in names if hasattr(torch._C, name)), lambda: None)()
         return released
 
     def _release(self, coming: int) -> None:
-        """Release device memory of copied tensors; wait for the oldest others if too many bytes are pending."""
+        """Release device memory of copied tensors; wait for the oldest pending copies if too many bytes are pending."""
         while self._pending:
             oldest = self._pending[0]
             pending = coming + sum(len(stored.blocks) for stored in self._pending) * self.block_bytes
@@ -129,7 +129,7 @@ class Offloader:
 
     @contextmanager
     def _copy_stream(self) -> Iterator[None]:
-        """Work on the copy stream, after what is queued for computing."""
+        """Use the copy stream, after the work that is queued on the compute stream."""
         if self._stream is None:
             yield
             return
@@ -146,7 +146,7 @@ class Offloader:
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Return whether the elements fill one range of memory, in any order."""
+    """Return whether the elements fill one contiguous range of memory, in any order."""
     by_stride = sorted((stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1)
     expected = 1
     for stride, size in by_stride:
@@ -157,5 +157,5 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    """View a dense tensor as bytes, in the order of memory."""
+    """View a dense tensor as bytes, in memory order."""
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)

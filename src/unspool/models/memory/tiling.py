@@ -1,8 +1,8 @@
-"""Modules that compute each token by itself, run over tiles of the sequence.
+"""Tiling: modules that compute each token separately run over tiles of the sequence.
 
-A module [B, T, D] → [B, T, D] holds its intermediate results for one tile at a time. Results change by no more than
-rounding; the weights' gradients are summed over tiles in fp32. The backward pass computes the module once more, tile by
-tile (but not a third time if its layer is checkpointed), and gathers weights' gradients in a buffer first.
+A module [B, T, D] → [B, T, D] holds its intermediate results for one tile at a time. Results change only by rounding;
+gradients of the weights are summed over tiles in fp32. The backward pass recomputes the module tile by tile (but not a
+third time if its layer is checkpointed), and collects the weights' gradients in a buffer first.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ Forward = Callable[[Tensor], Tensor]
 
 
 def apply_tiles(module: nn.Module, tile_len: int) -> None:
-    """Let `module` compute at most `tile_len` tokens at a time."""
+    """Make `module` compute at most `tile_len` tokens at a time."""
     whole: Forward = module.forward
 
     def tiled(hidden: Tensor) -> Tensor:
@@ -25,9 +25,9 @@ def apply_tiles(module: nn.Module, tile_len: int) -> None:
         if not torch.is_grad_enabled():
             return _forward(whole, hidden, tile_len)
         weights = [weight for weight in module.parameters() if weight.requires_grad]
-        # The input is saved by its own autograd node, before the tiles: the recomputation of a layer stops when all
-        # saved tensors are there, so it never computes the tiles just to save their input. The empty tensor creates
-        # the node even if the input needs no gradient.
+        # A separate autograd node saves the input before the tiles run. The recomputation of a layer stops when all
+        # saved tensors exist, so it never computes the tiles only to save their input. The empty tensor creates the
+        # node even if the input needs no gradient.
         kept: Tensor = _Keep.apply(torch.empty(0, requires_grad=True), hidden)  # type: ignore[no-untyped-call]
         out: Tensor = _Tiles.apply(kept, _Run(whole, hidden, tile_len), kept.grad_fn, *weights)  # type: ignore[no-untyped-call]
         return out
@@ -36,7 +36,7 @@ def apply_tiles(module: nn.Module, tile_len: int) -> None:
 
 
 class _Run:
-    """What the backward pass needs to compute a tile as the forward pass did."""
+    """The state of the forward pass that the backward pass needs to recompute a tile."""
 
     def __init__(self, whole: Forward, hidden: Tensor, tile_len: int) -> None:
         self.whole = whole
@@ -47,12 +47,12 @@ class _Run:
         self.dtype = torch.get_autocast_dtype(self.device_type)
 
     def precision(self) -> torch.autocast:
-        # Without autocast's cache, so that a pass with gradients does not reuse a weight cast without them.
+        # No autocast cache, so that a pass with gradients does not reuse a weight that was cast without them.
         return torch.autocast(self.device_type, self.dtype, enabled=self.autocast, cache_enabled=False)
 
 
 class _Keep(torch.autograd.Function):
-    """Saves a tensor for the backward pass and returns it."""
+    """Autograd function that saves a tensor for the backward pass and returns it."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, hidden: Tensor) -> Tensor:
@@ -99,7 +99,7 @@ class _Tiles(torch.autograd.Function):
 
 
 def _forward(whole: Forward, hidden: Tensor, tile_len: int) -> Tensor:
-    """Write tile after tile into one tensor; concatenating them would hold all of them twice."""
+    """Write each tile into one output tensor; concatenating tiles would hold all of them twice."""
     out: Tensor | None = None
     for start in range(0, hidden.shape[1], tile_len):
         tile = whole(hidden[:, start : start + tile_len])

@@ -1,6 +1,6 @@
-"""Resume from the newest complete checkpoint, and pass state on to the next stage.
+"""Resume from the newest complete checkpoint, and pass state to the next stage.
 
-A resumed run has the weights, optimizer state, random generators and guard of the checkpoint's step, and logs that end
+A resumed run has the weights, optimizer state, random generators and guard state of the checkpoint's step. Its logs end
 with that step.
 """
 
@@ -31,7 +31,7 @@ OPTIMIZER = "optimizer.safetensors"
 
 
 def seed_all(seed: int, purpose: str) -> None:
-    """Seed Python, NumPy and torch, whatever ran before in this process."""
+    """Seed the global generators of Python, NumPy and torch."""
     first, second, third = rng_for(seed, "generators", purpose).integers(2**32, size=3).tolist()
     random.seed(first)
     np.random.seed(second)
@@ -39,7 +39,7 @@ def seed_all(seed: int, purpose: str) -> None:
 
 
 def read_random_state() -> dict[str, Any]:
-    """The state of every global random generator, as JSON can hold it."""
+    """Return the state of every global random generator as JSON-compatible values."""
     version, words, gauss = random.getstate()
     of_numpy = np.random.get_state(legacy=False)
     assert isinstance(of_numpy, dict)
@@ -56,14 +56,14 @@ def set_random_state(state: dict[str, Any]) -> None:
     random.setstate((version, tuple(words), gauss))
     np.random.set_state(state["numpy"])
     torch.set_rng_state(_tensor(state["torch"]))
-    # There may be fewer GPUs than before.
+    # The machine may have fewer GPUs than before.
     if torch.cuda.is_available():
         for device, text in enumerate(state["cuda"][: torch.cuda.device_count()]):
             torch.cuda.set_rng_state(_tensor(text), device)
 
 
 def _has_used_cuda() -> bool:
-    # Reading its state would initialize a device that this run does not use.
+    # Reading the state of an unused GPU would initialize it.
     return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 
@@ -85,10 +85,9 @@ def resume(
     stage: str,
     dist_context: DistContext | None = None,
 ) -> int:
-    """Load the newest checkpoint and return its step; 0 if there is none. `logs` are names of files in `work`.
+    """Load the newest checkpoint and return its step; 0 without one. `logs` are file names in `work`.
 
-    Any number of ranks can resume from what any other number has written. The leader chooses the checkpoint and
-    restores the logs.
+    The number of ranks may differ from that of the saved run. The leader chooses the checkpoint and restores the logs.
     """
     found = _newest(work / CHECKPOINTS, dist_context)
     own_logs = logs if dist_context is None or dist_context.is_leader else ()
@@ -99,14 +98,14 @@ def resume(
         for name in own_logs:
             (work / name).unlink(missing_ok=True)
         return 0
-    # Straight into the shards, so that no rank needs more memory.
+    # Read directly into the shards, so that no rank needs more memory.
     updater.load_state_tensors(found.tensors(updater.state_tensors() if updater.is_sharded else None))
     set_random_state(found.facts["random"])
     guard.restore(found.facts["guard"])
     for name in own_logs:
         if (found.folder / name).is_file():
             write_atomic(work / name, (found.folder / name).read_text(encoding="utf-8"))
-        elif "logs" in found.facts:  # checkpoints of older versions do not hold all logs
+        elif "logs" in found.facts:  # checkpoints of older versions do not contain all logs
             (work / name).unlink(missing_ok=True)
     return found.step
 
@@ -124,23 +123,23 @@ def _newest(folder: Path, dist_context: DistContext | None) -> Checkpoint | None
 
 
 def resume_facts(step: int, guard: SpikeGuard) -> dict[str, Any]:
-    """What `resume` needs besides tensors and files."""
+    """Return the facts that `resume` needs besides tensors and files."""
     return {"step": step, "random": read_random_state(), "guard": guard.state}
 
 
-# Stage state: what a finished stage leaves for the next one
+# Stage state: the files that a finished stage leaves for the next stage
 
 
 def save_stage_state(path: Path | None, updater: Updater, *, exported: torch.dtype) -> None:
-    """Write the optimizer's state, and the weights that an export in `exported` precision rounds.
+    """Write the optimizer state, and the weights that an export in `exported` precision rounds.
 
-    All ranks call this; those other than the leader without a `path`.
+    All ranks must call this; only the leader passes a `path`.
     """
     kept: dict[str, Tensor] = {}
 
     def keep(name: str, tensor: Tensor, full: Tensor) -> None:
         if path is not None:
-            # What was gathered from all ranks would fill this one's device.
+            # The gathered tensors of all ranks would fill this rank's device.
             kept[name] = full if full is tensor else full.cpu()
 
     for name, weight in updater.named_masters():
@@ -156,7 +155,7 @@ def save_stage_state(path: Path | None, updater: Updater, *, exported: torch.dty
 
 @torch.no_grad()
 def load_stage_weights(model: Any, saved: Mapping[str, Tensor]) -> None:
-    """Restore unrounded weights, before the updater is built. Embedding rows added since then stay as they are."""
+    """Restore unrounded weights, before the updater is built. Embedding rows added since then do not change."""
     for name, parameter in model.named_parameters():
         weight = saved.get(f"{name}/weight")
         if weight is not None:

@@ -1,12 +1,12 @@
 """Checkpoints of a stage in progress: folders `step-000123/` with tensors, a few facts as JSON, and small files.
 
-A checkpoint is complete or absent. One that is damaged later is detected, and the previous one is used. For a moment
-there are three on disk, each three times the fp32 weights under AdamW.
+A checkpoint is complete or absent. A checkpoint that is damaged later is detected, and the previous one is used. Up to
+three checkpoints are on disk at a time. With AdamW, each takes three times the fp32 weights.
 
-`torch.distributed.checkpoint` decides who writes what: every rank its own shards, which any number of ranks can read.
-The leader publishes the folder when all have written. Its own format is not used, because its `.metadata` is a pickle:
-whoever can change the file could run code. Its safetensors format (`HuggingFaceStorageWriter`, sharded) keeps the
-offsets of shards in the files' headers. The files themselves are written by `models/tensor_files.py`.
+`torch.distributed.checkpoint` plans the writing: every rank writes its own shards, which any number of ranks can read.
+The leader publishes the folder when all ranks have written. torch's default format is not used, because its `.metadata`
+is a pickle that could run code. Its safetensors format (`HuggingFaceStorageWriter`, sharded) stores the offsets of
+shards in the file headers. `models/tensor_files.py` writes the files.
 """
 
 import json
@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 STATE = "state.json"
 # One more than needed, in case the newest is damaged.
 KEEP = 2
-# Bytes of tensors in one file; several are written at the same time.
+# Bytes of tensors per file; several files are written in parallel.
 FILE_BYTES = 2 << 30
 
 
@@ -62,9 +62,10 @@ class Checkpoint:
         return int(self.facts["step"])
 
     def tensors(self, into: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-        """All tensors by name. Those of the same name and shape in `into` are filled in place, others in host memory.
+        """Read all tensors by name. Tensors in `into` with the same name and shape are filled in place; others are new.
 
-        Of sharded ones this rank gets its shard, however they were sharded when written.
+        New tensors are in host memory. Of sharded tensors, this rank gets its shard, regardless of how they were
+        sharded when written.
         """
         _silence_warning()
         reader = HuggingFaceStorageReader(str(self.folder))
@@ -84,8 +85,8 @@ def write_checkpoint(
 ) -> None:
     """Publish `folder/step-000123` and remove old checkpoints.
 
-    All ranks of `group` call this and write their shards; facts and files are the leader's. Fails on all ranks if it
-    fails on one.
+    All ranks of `group` must call this and write their shards; the leader writes facts and files. It fails on all ranks
+    if it fails on one.
     """
     _silence_warning()
     out_dir = folder / f"step-{facts['step']:06d}"
@@ -97,7 +98,7 @@ def write_checkpoint(
         checksums = _on_all_ranks(group, lambda: _checksums(partial, _own_files(partial, group)))
         _on_all_ranks(group, lambda: _publish(partial, out_dir, facts, files, checksums) if is_leader else None)
     except OSError:
-        # A full disk: free what this checkpoint took.
+        # If the disk is full, free the space of this checkpoint.
         if is_leader:
             remove(partial)
         raise
@@ -106,12 +107,12 @@ def write_checkpoint(
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Published checkpoints, oldest first."""
+    """Return the published checkpoints, oldest first."""
     return sorted((path for path in folder.glob("step-*") if path.name.removeprefix("step-").isdigit()), key=_step)
 
 
 def newest_checkpoint(folder: Path) -> Checkpoint | None:
-    """The newest complete checkpoint. Prints a line about each damaged one."""
+    """Return the newest complete checkpoint, and log a warning for each damaged one."""
     found = checkpoints(folder)
     for path in reversed(found):
         try:
@@ -123,11 +124,11 @@ def newest_checkpoint(folder: Path) -> Checkpoint | None:
 
 
 class _DamagedError(Exception):
-    """What is wrong with a checkpoint."""
+    """A damaged checkpoint; the message says what is wrong."""
 
 
 def _on_all_ranks(group: Any, work: Callable[[], dict[str, Any] | None]) -> dict[str, Any]:
-    """The merged results of `work` on all ranks. If it fails on one, all raise its error."""
+    """Run `work` on all ranks and return the merged results. If it fails on one rank, all raise its error."""
     if group is None:
         return work() or {}
     try:
@@ -154,13 +155,13 @@ def _write_tensors(partial: Path, tensors: dict[str, Tensor], group: Any) -> Non
     try:
         save(tensors, storage_writer=writer, process_group=group, no_dist=group is None)
     except CheckpointException as error:
-        # A BaseException that wraps the real error, such as a full disk.
+        # torch raises a BaseException that wraps the actual error, such as a full disk.
         causes = [cause for cause, _ in error.failures.values()]
         raise next((cause for cause in causes if isinstance(cause, OSError)), causes[0]) from error
 
 
 class _Writer(HuggingFaceStorageWriter):
-    """Writes the files of the base class. That one holds the interpreter's lock meanwhile, so that training waits."""
+    """Writer of the base class's files without the GIL, which the base class holds while training waits."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> "torch.futures.Future[list[WriteResult]]":
         assert self.fqn_to_index_mapping is not None
@@ -189,7 +190,7 @@ def _offsets(item: WriteItem) -> list[int]:
 
 
 def _own_files(partial: Path, group: Any) -> list[Path]:
-    """Files that this rank has written: the writer numbers them by rank, from 1."""
+    """Return the files that this rank has written; the writer numbers files by rank, from 1."""
     own = "*" if group is None else f"shard-{dist.get_rank(group) + 1:05d}-*"
     return sorted(partial.glob(own))
 
@@ -230,7 +231,7 @@ def _read_facts(path: Path) -> dict[str, Any]:
 
 
 def _file_numbers(tensors: Mapping[str, Tensor], file_bytes: int) -> dict[str, int]:
-    """The number of the file of each tensor, from 1; of a sharded one, that of each of its shards."""
+    """Return the file number of each tensor, from 1; of a sharded tensor, the file number of each shard."""
     numbers, size = {}, 0
     for name, tensor in tensors.items():
         size += tensor.numel() * tensor.element_size()
@@ -239,13 +240,13 @@ def _file_numbers(tensors: Mapping[str, Tensor], file_bytes: int) -> dict[str, i
 
 
 def _without_gaps(numbers: dict[str, int]) -> dict[str, int]:
-    """Renumber: a tensor larger than a file skips some numbers."""
+    """Renumber files without gaps: a tensor larger than a file skips some numbers."""
     new = {number: index for index, number in enumerate(sorted(set(numbers.values())), 1)}
     return {name: new[number] for name, number in numbers.items()}
 
 
 def _prune(folder: Path, step: int) -> None:
-    """Keep the newest few up to `step`. A later one is damaged; training was rolled back to a checkpoint before it."""
+    """Keep the newest few checkpoints up to `step`. Later ones are damaged: training was rolled back."""
     found = checkpoints(folder)
     earlier = [path for path in found if _step(path) <= step]
     for path in {*found} - {*earlier[-KEEP:]}:
@@ -266,24 +267,25 @@ def _sync(path: Path) -> None:
 
 
 def _silence_warning() -> None:
-    """One process is intended here."""
+    """Silence torch's warning about saving without a process group: one process is intended here."""
     warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
 # Writing while training continues
 
 
-# For one exchange between ranks, while some may still be writing.
+# Timeout of one exchange between ranks, while some may still be writing.
 TIMEOUT = timedelta(hours=2)
-# Waiting for less than this is not reported.
+# Shorter waits are not reported.
 SHORT_S = 1.0
 
 
 class Saver:
-    """Copies and writes checkpoints in a thread. Each of `world_size` ranks builds one; leaving its block waits for it.
+    """Copies and writes checkpoints in a thread. Each of `world_size` ranks creates one; leaving its block waits for
+    it.
 
-    Whoever changes a tensor that was given to `save` calls `wait_for_copy` before. Without room for the copies in host
-    memory, files are written from the tensors themselves, and `wait_for_copy` waits for that.
+    Call `wait_for_copy` before you change a tensor that was given to `save`. If host memory has no room for copies,
+    files are written from the tensors themselves, and `wait_for_copy` waits for the writing.
     """
 
     def __init__(
@@ -295,7 +297,7 @@ class Saver:
         world_size: int = 1,
         room: Callable[[], HostRoom | None] = lambda: None,
     ) -> None:
-        """`room` measures host memory, on all ranks together; None: there is enough."""
+        """`room` measures host memory on all ranks together; None: assume that there is enough."""
         self._folder, self._stage = folder, stage
         self._room = room
         self._copies_fit: bool | None = None  # not known before the first checkpoint
@@ -303,7 +305,7 @@ class Saver:
         self._group: Any = dist.new_group(backend="gloo", timeout=TIMEOUT) if world_size > 1 else None
         self._pool = ThreadPoolExecutor(1, "unspool-checkpoint")
         self._pin = pin
-        # Reused by the next checkpoint: pinning memory takes longer than copying into it.
+        # The next checkpoint reuses the copies: pinning memory takes longer than copying into it.
         self._copies: dict[str, Tensor] = {}
         self._copied = threading.Event()
         self._copied.set()
@@ -328,7 +330,7 @@ class Saver:
         if waited > SHORT_S:
             logger.warning(
                 f"stage {self._stage}: step {facts['step']} waited {waited:.0f} s for the checkpoint of step "
-                f"{self._step}; a larger checkpoint_every or a faster disk avoids this"
+                f"{self._step}; increase checkpoint_every or use a faster disk to avoid this"
             )
         self._step = int(facts["step"])
         if self._copies_fit is None:
@@ -336,13 +338,13 @@ class Saver:
         self._copied.clear()
         stream: Any = None
         if self._pin:
-            # The copy begins when all work up to here is done; later work does not wait for it.
+            # The copy starts after all work queued so far; later work does not wait for it.
             stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             stream.wait_stream(torch.cuda.current_stream())
         self._writing = self._pool.submit(self._save, dict(tensors), stream, dict(facts), dict(files))
 
     def wait_for_copy(self) -> None:
-        """Wait until the state of the last `save` may change. Raises errors of the thread, also later ones."""
+        """Wait until the state of the last `save` may change. Raises errors of the thread."""
         self._copied.wait()
         if self._writing is not None and self._writing.done():
             self.wait()
@@ -365,21 +367,21 @@ class Saver:
         self._write(copies, facts, files)
 
     def _check_room(self, tensors: Mapping[str, Tensor]) -> bool:
-        """Whether host memory has room for the copies."""
+        """Return whether host memory has room for the copies."""
         room = self._room()
         sizes = [local_shard(tensor).nbytes for tensor in tensors.values()]
-        # Pinned memory comes in powers of two.
+        # torch pins memory in powers of two.
         needed = sum(1 << (size - 1).bit_length() if self._pin and size else size for size in sizes)
         if room is None or needed <= room.bytes():
             return True
         logger.warning(
-            f"stage {self._stage}: the copy that checkpoints are written from takes {needed / (1 << 30):.1f} GiB of "
-            f"host memory per rank, and {room}; checkpoints are written without it, and steps wait for them"
+            f"stage {self._stage}: copying the state for background checkpoints takes {needed / (1 << 30):.1f} GiB of "
+            f"host memory per rank, and {room}; checkpoints are written without a copy, and steps wait for them"
         )
         return False
 
     def _copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copies in host memory. Our own code, because torch 2.11's stager fails at its second checkpoint."""
+        """Copies of the state in host memory. torch 2.11's own stager fails at its second checkpoint."""
         for name, tensor in tensors.items():
             shard, copy = local_shard(tensor), self._copies.get(name)
             if copy is None or (copy.shape, copy.dtype) != (shard.shape, shard.dtype):

@@ -1,7 +1,7 @@
 """Models exported while a stage trains, for scores by training tokens.
 
-They are scored when the stage has ended, because its optimizer state leaves no memory for that before. A snapshot is a
-whole model folder; it is deleted when its scores are there.
+They are scored after the stage, because its optimizer state leaves no memory for evaluation. A snapshot is a complete
+model folder, which is deleted after scoring.
 """
 
 import shutil
@@ -18,12 +18,12 @@ from unspool.training.parallel.mesh import DistContext
 
 
 def snapshots_dir(stage_dir: Path) -> Path:
-    """The folder of a stage's snapshots: beside `stages`, since a published stage lists all of its files."""
+    """Return the folder of a stage's snapshots: not in `stages`, whose manifests list all files."""
     return stage_dir.parent.parent / "snapshots" / stage_dir.name
 
 
 def find_snapshots(stage_dir: Path) -> dict[int, Path]:
-    """Complete snapshots by step."""
+    """Return the complete snapshots by step."""
     found = snapshots_dir(stage_dir).glob("step-*[0-9]")
     return {int(path.name.removeprefix("step-")): path for path in sorted(found)}
 
@@ -31,7 +31,7 @@ def find_snapshots(stage_dir: Path) -> dict[int, Path]:
 def snapshot_writer(
     stage: StageConfig, model: Any, tokenizer: Any, stage_dir: Path, dist_context: DistContext
 ) -> Callable[[int], None]:
-    """A function that exports the model as it is after a step. All ranks must call it."""
+    """Return a function that exports the model after a step. All ranks must call it."""
     dtype = torch.float32 if dist_context.ranks.device.type == "cpu" else torch.bfloat16
 
     def write(step: int) -> None:

@@ -1,14 +1,14 @@
 """Attention distillation: fit queries and keys so that each layer attends as before its RoPE settings changed.
 
-In a step, the unchanged model (the teacher) makes one forward pass. Each layer of the student gets the teacher's input
-of that layer and is moved towards the teacher's attention (KL, mean over heads and queries, summed over layers). So
-there is no backward pass through depth, and neither MLPs nor the head take part. `before` and `after` training it has
-steps of its own; `during` training it adds to the gradients of training's steps, so that queries and keys learn what is
-new and keep what they knew.
+In a step, the unchanged model (the teacher) runs one forward pass. Each layer of the student gets the teacher's input
+of that layer and is fitted to the teacher's attention (KL divergence, mean over heads and queries, summed over layers).
+So no backward pass runs through several layers, and MLPs and the head are not used. `before` and `after` training,
+distillation has its own steps. `during` training, it adds to the gradients of training steps, so that queries and keys
+learn new data and keep their old attention.
 
-The result depends on weights, rows and seed alone: repeated after a kill, it has the same bits. It leaves training's
-optimizer state and random generators unchanged. It needs the teacher beside the model, and an fp32 copy and two moments
-of the fitted parameters.
+The result depends only on weights, rows and seed: repeated after a kill, it is bit-identical. Distillation does not
+change training's optimizer state or random generators. It needs memory for the teacher, and for an fp32 copy and two
+moments of the fitted parameters.
 """
 
 import json
@@ -45,23 +45,23 @@ from unspool.training.schedule import StoppedError, catch_stop_signals
 
 logger = logging.getLogger(__name__)
 
-# Adds to the gradient of a training step, given its number; returns the loss.
+# Adds to the gradient of the training step with this number; returns the loss.
 AuxLoss = Callable[[int], float]
 
 FILE = "attention_distillation.jsonl"
-# Result of the steps before training, in the work folder, so that a resumed stage need not repeat them.
+# File in the work folder with the result of the steps before training, so that a resumed stage skips them.
 WEIGHTS = "attention_distillation.safetensors"
 SUMS = f"{WEIGHTS}.sums"
 BETAS = (0.9, 0.95)
 WARMUP_STEPS = 4
-# Tokens per forward pass of the teacher; one row, if that is longer.
+# Tokens per forward pass of the teacher; one row, if the row is longer.
 TOKENS_AT_ONCE = 1 << 14
 
 
 def check_distillation(
     stage: StageConfig, model: str | NewModel | None, row_lens: Mapping[str, int], *, world_size: int
 ) -> None:
-    """Refuse impossible settings before any work. `model` is what the stage starts from, None if it is missing."""
+    """Refuse impossible settings before any work. `model` is the stage's starting model, None if it is missing."""
     config = stage.attention_distillation
     if config is None:
         return
@@ -73,11 +73,11 @@ def check_distillation(
     if config.during and stage.optimizer.step == "in-backward":
         raise ConfigError(
             f"stage {stage.name}: attention_distillation.during cannot be combined with optimizer.step in-backward, "
-            "which has used the gradients already; set that to after, or remove during."
+            "which uses up the gradients; set optimizer.step to after, or remove during."
         )
     if isinstance(model, NewModel):
         raise ConfigError(
-            f"stage {stage.name}: attention_distillation needs a trained model, and this one is new; remove it from "
+            f"stage {stage.name}: attention_distillation needs a trained model, but this model is new; remove it from "
             "the first stage."
         )
     if model is None:
@@ -123,7 +123,7 @@ class AttentionDistillation:
         self._set_weights(kept)
 
     def _read_before(self) -> dict[str, Tensor] | None:
-        """The result of the steps before training; None if there is none or it is damaged."""
+        """Return the result of the steps before training; None if it is missing or damaged."""
         path = self.work / WEIGHTS
         if not path.is_file():
             return None
@@ -138,7 +138,7 @@ class AttentionDistillation:
         return None
 
     def during(self) -> AuxLoss | None:
-        """The auxiliary loss of training steps; None if its weight is 0."""
+        """Return the auxiliary loss of training steps; None if its weight is 0."""
         if not self.config.during:
             return None
         teacher, weight = self._teacher(), self.config.during
@@ -170,7 +170,7 @@ class AttentionDistillation:
         return self.config.during_batch_tokens or self._batch
 
     def _run(self, phase: str, steps: int, *, lr: float, first: int) -> dict[str, Tensor]:
-        """Fit the model in place, and return its weights in fp32. `first` is the first slot of rows."""
+        """Fit the model in place and return its weights in fp32. `first` is the first slot of rows."""
         name = f"stage {self.stage.name}"
         logger.info(f"{name}: distillation {phase} training, {steps} steps, {format_count(steps * self._batch)} tokens")
         _drop_lines(self.work / FILE, phase)
@@ -213,14 +213,14 @@ class AttentionDistillation:
         return teacher.eval().requires_grad_(False)
 
     def _batches(self, slots: range) -> Iterator[Batch]:
-        """Rows of one step, a few at a time."""
+        """Yield the rows of one step in micro-batches."""
         at_once = max(1, TOKENS_AT_ONCE // self.slot)
         for start in range(slots.start, slots.stop, at_once):
             picks = [pick for slot in slots[start - slots.start :][:at_once] for pick in self.mix.slot(slot)]
             yield build_batch([self.rows[name][index] for name, index in picks], attention=self.stage.attention)
 
     def _gradient(self, teacher: Any, batches: Iterator[Batch], tokens: int) -> tuple[float, dict[str, Tensor]]:
-        """Loss and gradients of one step of `tokens` tokens."""
+        """Compute loss and gradients of one step of `tokens` tokens."""
         device = next(self.model.parameters()).device
         total = torch.zeros((), dtype=torch.float64, device=device)
         sums = {
@@ -286,7 +286,7 @@ def build_distillation(
     order: str,
     load_teacher: Callable[[], Any],
 ) -> AttentionDistillation | None:
-    """`order` seeds the order of rows besides `seed`."""
+    """Build the distillation of a stage; `order` and `seed` together seed the order of rows."""
     config = stage.attention_distillation
     if config is None:
         return None
@@ -300,7 +300,7 @@ def build_distillation(
                 f"length {format_size(slot)}; change one of them."
             )
     sizes = {name: len(rows[name]) for name in row_lens}
-    # Stage names hold no space, so this order differs from that of every mix. The word seeds it, so it must not change.
+    # Stage names contain no space, so this order differs from that of every mix. The word is a seed: do not change it.
     mix = Mix(config.shares, sizes, row_lens, slot, seed, f"{order} refit")
     with eval_mode(model):
         layers = fitted_parameters(model)
@@ -308,7 +308,7 @@ def build_distillation(
     if config.during and not any(name in trained for layer in layers for name in layer):
         raise ConfigError(
             f"stage {stage.name}: attention_distillation.during needs trained queries and keys, but lr_overrides sets "
-            "them to 0; give them a rate, or remove during."
+            "them to 0; set an lr above 0, or remove during."
         )
     return AttentionDistillation(
         stage=stage,
@@ -325,12 +325,12 @@ def build_distillation(
 
 
 def _lr_ratio(step: int, steps: int) -> float:
-    """Learning rate ÷ its peak: a short warm-up under a cosine that ends at 0."""
+    """Return learning rate ÷ peak: a short warm-up times a cosine that ends at 0."""
     return min(1.0, step / WARMUP_STEPS) * 0.5 * (1 + math.cos(math.pi * (step - 1) / steps))
 
 
 def _drop_lines(path: Path, phase: str) -> None:
-    """Drop lines of an earlier attempt, and truncated or damaged ones."""
+    """Drop lines of an earlier attempt, and truncated or damaged lines."""
     if path.is_file():
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
         write_atomic(path, "".join(line for line in lines if _phase(line) not in (phase, None)))

@@ -1,8 +1,8 @@
 """Queries and keys of each layer of two models, both computed from the teacher's input of that layer.
 
-No model family is known here. The student itself provides what a layer needs besides hidden states, its rotation above
-all. A layer is left as soon as its attention would begin, so that only one layer's graph exists at a time. Whether a
-model can be taken apart in this way is tested on a few tokens.
+The code does not depend on the model family. The student model provides all inputs of a layer besides hidden states,
+such as its RoPE tables. A layer stops where its attention would begin, so only one layer's graph exists at a time. A
+test on a few tokens checks whether a model supports this.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,13 +19,13 @@ from unspool.core.errors import ConfigError
 from unspool.models.attention.reference import AttentionInputs, Kernel, causal_mask
 from unspool.models.checks import DOC_LEN, attention_of, intercept_attention, is_close, layers_of
 
-# Attention scores of one model at a time: 64 MiB in fp32.
+# Most attention scores of one model at a time: 64 MiB in fp32.
 SCORES_AT_ONCE = 1 << 24
 
 
 @dataclass(frozen=True, kw_only=True)
 class QueryKey:
-    """Inputs of a layer's attention kernel, without values."""
+    """The inputs of a layer's attention kernel, except the values."""
 
     query: Tensor  # [H, T, D]
     key: Tensor  # [KV, T, D]
@@ -51,7 +51,7 @@ class QueryKey:
 
 @torch.no_grad()
 def divergence(teacher: QueryKey, student: QueryKey, doc_lens: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
-    """The sum of KL divergences, and its gradients by the student's queries and keys, in fp32."""
+    """Return the sum of KL divergences and its gradients with respect to the student's queries and keys, in fp32."""
     total = torch.zeros((), dtype=torch.float64, device=student.query.device)
     query_grad = torch.zeros_like(student.query, dtype=torch.float32)
     key_grad = torch.zeros_like(student.key, dtype=torch.float32)
@@ -69,15 +69,15 @@ def divergence(teacher: QueryKey, student: QueryKey, doc_lens: tuple[int, ...]) 
 
 
 def _first_key(teacher: QueryKey, student: QueryKey, start: int, first: int) -> int:
-    """The first key that a query from `first` on can attend to."""
+    """Return the first key that queries from `first` can attend to."""
     windows = (teacher.window, student.window)
     widest = max((window for window in windows if window is not None), default=None)
     return start if widest is None or None in windows else max(start, first - widest + 1)
 
 
 def _block(teacher: QueryKey, student: QueryKey, offset: int) -> tuple[Tensor, Tensor, Tensor]:
-    """`divergence` of a block of queries, the first of which is at key `offset`."""
-    # Stay in fp32, also where the model computes under autocast.
+    """Compute `divergence` for a block of queries, whose first query is at key `offset`."""
+    # Stay in fp32, also if the model runs under autocast.
     with torch.autocast(student.query.device.type, enabled=False):
         wanted, wanted_sink, _ = _log_weights(teacher, offset)
         found, found_sink, slope = _log_weights(student, offset)
@@ -85,7 +85,7 @@ def _block(teacher: QueryKey, student: QueryKey, offset: int) -> tuple[Tensor, T
         apart = torch.where(wanted_weights > 0, wanted_weights * (wanted - found), 0.0).sum(dtype=torch.float64)
         if wanted_sink is not None and found_sink is not None:
             apart += (wanted_sink.exp() * (wanted_sink - found_sink)).sum(dtype=torch.float64)
-        # Gradient by the scores: that of a softmax, with or without a sink.
+        # Gradient with respect to the scores: that of a softmax, with or without a sink.
         pull = (found.exp() - wanted_weights) * student.scale
         if slope is not None:
             pull *= slope
@@ -98,7 +98,7 @@ def _block(teacher: QueryKey, student: QueryKey, offset: int) -> tuple[Tensor, T
 
 
 def _log_weights(layer: QueryKey, offset: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Log attention weights [H, Q, K] and those of the sink [H, Q, 1]; the derivative of the soft cap."""
+    """Return log attention weights [H, Q, K], those of the sink [H, Q, 1], and the derivative of the soft cap."""
     num_heads, num_queries, _ = layer.query.shape
     scores = _grouped(layer.query, len(layer.key)) @ layer.key.transpose(-1, -2) * layer.scale
     scores = scores.reshape(num_heads, num_queries, -1)
@@ -117,17 +117,17 @@ def _log_weights(layer: QueryKey, offset: int) -> tuple[Tensor, Tensor | None, T
 
 
 def _grouped(query: Tensor, num_kv: int) -> Tensor:
-    """Query heads grouped by their KV head, so that keys are not repeated: [KV, G·Q, D]."""
+    """Group query heads by their KV head, so that keys are not repeated: [KV, G·Q, D]."""
     return query.reshape(num_kv, -1, query.shape[-1])
 
 
-# Called with the index of a layer, and queries and keys of the teacher and the student there.
+# Called with the index of a layer, and its queries and keys in the teacher and in the student.
 Use = Callable[[int, QueryKey, QueryKey], None]
 HIDDEN = "hidden_states"
 
 
 class _AttentionReachedError(Exception):
-    """Raised where attention would begin."""
+    """Raised at the point where attention would begin."""
 
     def __init__(self, attended: QueryKey, value: Tensor) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ class _AttentionReachedError(Exception):
 
 @dataclass(frozen=True)
 class _Call:
-    """How a decoder calls one of its layers."""
+    """The arguments with which a decoder calls one of its layers."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -154,7 +154,7 @@ class _Call:
 
 @torch.no_grad()
 def compare_layers(teacher: Any, student: Any, inputs: dict[str, Any], use: Use) -> None:
-    """Run the teacher once. Before each layer's attention, call `use`, with a graph for the student."""
+    """Run the teacher once. Before each layer's attention, call `use`; the student's tensors have an autograd graph."""
     with _open_layers(student):
         calls = _read_calls(student, inputs)
         layers = layers_of(student)
@@ -167,7 +167,7 @@ def compare_layers(teacher: Any, student: Any, inputs: dict[str, Any], use: Use)
 
 
 def fitted_parameters(model: Any) -> list[dict[str, nn.Parameter]]:
-    """Parameters of each layer that affect only queries and keys. Raises a ConfigError for unsupported models."""
+    """Return each layer's parameters that affect only queries and keys; ConfigError for unsupported models."""
     device = next(model.parameters()).device
     tokens = torch.arange(DOC_LEN, device=device)[None] * 7919 % int(model.config.vocab_size)
     inputs = {"input_ids": tokens, "position_ids": torch.arange(DOC_LEN, device=device)[None], "doc_lens": (DOC_LEN,)}
@@ -194,7 +194,7 @@ def fitted_parameters(model: Any) -> list[dict[str, nn.Parameter]]:
 
 
 def _query_key_parameters(attention: nn.Module, reached: _AttentionReachedError) -> list[nn.Parameter]:
-    """A matrix with rows for values too (Phi-3) counts; a matrix whose weights affect values as well does not."""
+    """Include a matrix with separate rows for values (Phi-3), but not a matrix whose weights also affect values."""
     parameters = list(attention.parameters())
     outputs = (reached.attended.query, reached.attended.key)
     patterns = [_pattern(one) for one in outputs]
@@ -221,7 +221,7 @@ def _refusal(model: Any) -> ConfigError:
 
 
 def _watch_layers(model: Any, inputs: dict[str, Any], note: Callable[[int, Tensor, QueryKey], None]) -> None:
-    """Run the model once; `note` gets the input of each layer, and its queries and keys."""
+    """Run the model once; call `note` with the input of each layer, and its queries and keys."""
     given: dict[int, Tensor] = {}
 
     def enter(number: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -242,7 +242,7 @@ def _watch_layers(model: Any, inputs: dict[str, Any], note: Callable[[int, Tenso
 
 @torch.no_grad()
 def _read_calls(model: Any, inputs: dict[str, Any]) -> list[_Call]:
-    """The arguments that the decoder passes to each layer, without computing any of them."""
+    """Return the arguments that the decoder passes to each layer, without running the layers."""
     calls: list[_Call] = []
 
     def note(*args: Any, **kwargs: Any) -> Tensor:
@@ -258,7 +258,7 @@ def _read_calls(model: Any, inputs: dict[str, Any]) -> list[_Call]:
 
 @contextmanager
 def _open_layers(model: Any) -> Iterator[None]:
-    """Inside, `_run_to_attention` works: attention is never computed, and frozen weights have gradients."""
+    """Inside the context, layers stop at their attention (`_run_to_attention`); frozen weights get gradients."""
 
     def stop(kernel: Kernel, inputs: AttentionInputs) -> NoReturn:
         raise _AttentionReachedError(QueryKey.of(inputs), inputs.value)
@@ -281,7 +281,7 @@ def _open_layers(model: Any) -> Iterator[None]:
 
 def _run_to_attention(layer: nn.Module, call: _Call) -> _AttentionReachedError:
     try:
-        # The method of its class: memory settings replace the object's own, and would compute the layer twice.
+        # Call the method of the class: memory settings replace the object's own, which would compute the layer twice.
         type(layer).forward(layer, *call.args, **call.kwargs)
     except _AttentionReachedError as reached:
         return reached.with_traceback(None)
@@ -290,7 +290,7 @@ def _run_to_attention(layer: nn.Module, call: _Call) -> _AttentionReachedError:
 
 @contextmanager
 def _all_heads(model: Any) -> Iterator[None]:
-    """Inside, attention gets all heads at once, also with `attention_heads_at_once`."""
+    """Inside the context, attention gets all heads at once, also with `attention_heads_at_once`."""
     with ExitStack() as stack:
         for layer in layers_of(model):
             if hasattr(attention_of(layer), "heads_at_once"):
@@ -300,7 +300,7 @@ def _all_heads(model: Any) -> Iterator[None]:
 
 @contextmanager
 def _replace_attribute(module: nn.Module, name: str, value: Any) -> Iterator[None]:
-    """Inside, an attribute of the module is replaced."""
+    """Inside the context, an attribute of the module is replaced."""
     own = vars(module)
     before = {name: own[name]} if name in own else {}
     own[name] = value

@@ -1,1 +1,1 @@
-"""What a run logs: metrics, throughput, validation, samples, external trackers."""
+"""The logs of a run: metrics, throughput, validation, samples, external trackers."""

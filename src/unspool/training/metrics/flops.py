@@ -1,9 +1,9 @@
-"""Floating-point operations of a step, peak operations of a device, and the speed display made of them.
+"""Floating-point operations of a step, the peak rate of a device, and the speed display.
 
-A step costs 6 operations per token for every weight of a matrix product, the head included and the embedding not (4 if
-the weight is frozen: its gradient is not computed); of a mixture of experts, only the experts that a token uses.
-Attention is halved for being causal, document by document. Recomputation does not count. Norms, RoPE, softmax and the
-optimizer are ignored.
+A step costs 6 operations per token for every weight of a matrix product, including the head but not the embedding. A
+frozen weight costs 4, because its gradient is not computed. In a mixture of experts, only the experts that a token uses
+count. Causal attention counts half of the square of each document. Recomputation does not count. Norms, RoPE, softmax
+and the optimizer are ignored.
 """
 
 import re
@@ -50,7 +50,7 @@ _ACTIVE = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_ex
 
 @dataclass(frozen=True, kw_only=True)
 class LayerAttention:
-    """Size of one layer's attention."""
+    """The size of one layer's attention."""
 
     width: int  # query heads · (dimension of queries + dimension of values)
     window: int | None  # sliding window
@@ -58,20 +58,20 @@ class LayerAttention:
 
 @dataclass(frozen=True, kw_only=True)
 class FlopCount:
-    """Operations of a training step, as a function of its documents."""
+    """The operations of a training step, as a function of its documents."""
 
     per_token: float
     layers: tuple[LayerAttention, ...]
 
     def step(self, doc_lens: Sequence[int]) -> float:
         lens = np.asarray(doc_lens, dtype=np.float64)
-        # Two operations a product, once forward and twice backward.
+        # Two operations per product, once in the forward pass and twice in the backward pass.
         attention = sum(6.0 * layer.width * float(visible_pairs(lens, layer.window).sum()) for layer in self.layers)
         return self.per_token * float(lens.sum()) + attention
 
 
 def visible_pairs(doc_lens: np.ndarray, window: int | None) -> np.ndarray:
-    """Pairs of query and key: half of a document's square, less those beyond the window."""
+    """Return the number of (query, key) pairs: half of a document's square, without those beyond the window."""
     beyond = np.zeros_like(doc_lens) if window is None else np.maximum(0.0, doc_lens - window)
     return np.asarray((doc_lens**2 - beyond**2) / 2)
 
@@ -81,18 +81,18 @@ def count_flops(model: Any) -> FlopCount:
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Operations per second by the data sheet; None for an unknown device."""
+    """Return the operations per second in the data sheet; None for an unknown device."""
     return known_peak(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
 def known_peak(name: str) -> float | None:
-    # Whole words: an A10G is not an A10, and the laptop RTX 4090 is another chip.
+    # Match whole words: an A10G is not an A10, and the laptop RTX 4090 is another chip.
     found = (peak for pattern, peak in PEAKS.items() if re.search(rf"\b({pattern})\b", name))
     return None if "Laptop" in name else next((peak * 1e12 for peak in found), None)
 
 
 def _per_token(model: Any) -> float:
-    """Operations per token without attention."""
+    """Return the operations per token, without attention."""
     head = model.get_output_embeddings().weight
     embeddings = {id(part.weight) for part in model.modules() if isinstance(part, nn.Embedding)} - {id(head)}
     active = _active_experts(model.config.get_text_config())
@@ -105,14 +105,14 @@ def _per_token(model: Any) -> float:
 
 
 def _active_experts(config: Any) -> tuple[int, int] | None:
-    """(experts per token, all experts), in a mixture of experts."""
+    """Return (experts per token, all experts) of a mixture of experts."""
     active = next((count for name in _ACTIVE if (count := getattr(config, name, None))), None)
     total = next((n for name in ("num_experts", "num_local_experts") if (n := getattr(config, name, None))), None)
     return (int(active), int(total)) if active and total else None
 
 
 def _share(name: str, weight: torch.Tensor, experts: tuple[int, int] | None) -> float:
-    """Share of a weight that one token uses."""
+    """Return the share of a weight that one token uses."""
     if ".experts." not in name or experts is None:
         return 1.0
     active, total = experts
@@ -153,7 +153,7 @@ class MfuCounter:
 
 @dataclass
 class SpeedMeter:
-    """Tokens per second, MFU and remaining time, from the last steps of a stage."""
+    """Tokens per second, MFU and remaining time, measured over the last steps of a stage."""
 
     steps: int
     batch: int  # tokens per step
@@ -169,7 +169,7 @@ class SpeedMeter:
             self._mfus.append(mfu)
 
     def summary(self, step: int, loss: float, memory_gib: float) -> str:
-        """Text of the progress bar, most important first: a narrow terminal cuts the rest."""
+        """Return the text of the progress bar, most important values first: a narrow terminal truncates the rest."""
         tokens_per_second = self.batch * len(self._seconds) / sum(self._seconds)
         parts = [f"loss {loss:.3f}", f"eta {_clock_text(self.seconds_left(step))}"]
         parts.append(f"{format_count(tokens_per_second)} tok/s")
@@ -178,7 +178,7 @@ class SpeedMeter:
         return "  ".join([*parts, f"{memory_gib:.1f} GiB"])
 
     def seconds_left(self, step: int) -> float:
-        """By wall time, so that checkpoints and validation are included."""
+        """Return the remaining seconds by wall time, which includes checkpoints and validation."""
         pace = self._seconds[-1]
         if len(self._ends) > 1:
             pace = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
@@ -186,16 +186,16 @@ class SpeedMeter:
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """Peak memory of this process so far: on the GPU, or in main memory."""
+    """Return the peak memory of this process so far: on the GPU, or in main memory without one."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / GIB
     held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    # Kilobytes, except on a Mac.
+    # In kilobytes, except on macOS.
     return held / GIB if sys.platform == "darwin" else held * 1024 / GIB
 
 
 def _clock_text(seconds: float) -> str:
-    """1:02:33"""
+    """Format seconds as 1:02:33."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}"

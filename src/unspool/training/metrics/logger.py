@@ -1,6 +1,6 @@
 """Metrics, validation and samples of a training stage: JSON lines, a progress bar, external trackers.
 
-A resumed stage continues logs that end at its checkpoint. Nothing here changes what is trained.
+A resumed stage continues the logs from its checkpoint. Logging does not change training.
 """
 
 import json
@@ -42,11 +42,11 @@ logger = logging.getLogger(__name__)
 
 
 class JsonlLog:
-    """A file that grows line by line and survives a full disk: lines that cannot be written wait in memory."""
+    """A JSON-lines file that survives a full disk: lines that cannot be written are kept in memory."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        # Unbuffered, so that a failed write leaves nothing in a buffer.
+        # Unbuffered, so that a failed write leaves no data in a buffer.
         self._file = path.open("ab", buffering=0)
         self._size = path.stat().st_size
         self._waiting = b""
@@ -76,7 +76,7 @@ class JsonlLog:
 
     @property
     def content(self) -> bytes:
-        """All lines, also those that are not on disk yet."""
+        """Return all lines, including those that are not on disk yet."""
         return self._path.read_bytes()[: self._size] + self._waiting
 
     def _write(self) -> None:
@@ -86,7 +86,7 @@ class JsonlLog:
                 self._waiting = self._waiting[written:]
                 self._size += written
         except OSError:
-            # Half a line may have been written: remove it and keep it in memory with the rest.
+            # A partial line may have been written: remove it, and keep the line in memory with the rest.
             self._truncate_to_last_line()
             raise
 
@@ -99,7 +99,7 @@ class JsonlLog:
 
 
 def truncate_log(path: Path, done: int) -> None:
-    """Drop lines of steps after `done`, which will be repeated, and a truncated last line."""
+    """Drop a truncated last line, and lines of steps after `done`, which will be repeated."""
     if path.is_file():
         kept = [line for line in _lines(path) if (step := _step_of(line)) is not None and step <= done]
         write_atomic(path, "".join(kept))
@@ -126,17 +126,17 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class StepReport:
-    """Numbers of one optimizer step."""
+    """The numbers of one optimizer step."""
 
     step: int
     loss: float
     losses: Mapping[str, float]  # by dataset
     lr: float
     grad_norm: float
-    doc_lens: Sequence[int]  # spans of the step that attend to themselves
-    seconds: float | None = None  # by the device's clock, without the wait for rows; None: by the host's
+    doc_lens: Sequence[int]  # lengths of spans that attend to themselves
+    seconds: float | None = None  # by the device's clock, without waiting for rows; None: use the host's clock
     skipped: bool = False  # weights stayed unchanged
-    extra: Mapping[str, Any] = field(default_factory=dict)  # further keys of the line
+    extra: Mapping[str, Any] = field(default_factory=dict)  # more keys of the line
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +149,7 @@ class Probes:
 
 
 class MetricsLogger:
-    """Use as a context manager: iterate over `timed(steps)` and call `step(report)` after each."""
+    """A context manager that logs a stage: iterate over `timed(steps)` and call `step(report)` after each."""
 
     def __init__(
         self,
@@ -168,10 +168,10 @@ class MetricsLogger:
         self._mfu, self._probes = mfu or MfuCounter(), probes
         self._open_trackers, self._is_leader, self._clock = open_trackers, is_leader, clock
         self._meter = SpeedMeter(steps=stage.steps, batch=stage.batch_tokens, clock=clock)
-        # Of steps that are not logged yet: when their rows were requested and came.
+        # Times at which the rows of steps not logged yet were requested and received.
         self._times: deque[tuple[float, float]] = deque()
         self._logged = clock()
-        # Seconds of the first step, of all others, and of validation and samples.
+        # Seconds of the first step, of all other steps, and of validation and samples.
         self.phases = Phases(clock)
         self._trackers = Trackers({})
         self._advance: Advance | None = None
@@ -199,7 +199,7 @@ class MetricsLogger:
     def timed(self, steps: Iterable[T]) -> Iterator[T]:
         """Yield `steps`. The clock of each starts when it is requested, so time between steps does not count.
 
-        Where a step is logged while the next one computes, the device's clock counts.
+        If a step is logged while the next one computes, the device's clock is used.
         """
         coming = iter(steps)
         while True:
@@ -249,12 +249,12 @@ class MetricsLogger:
         }
 
     def probes(self, step: int) -> bool:
-        """Whether logging this step runs validation or samples."""
+        """Return whether logging this step runs validation or samples."""
         stage = self._stage
         return any(config and is_due(config.every, step, stage.steps) for config in (stage.validation, stage.samples))
 
     def _probe(self, step: int) -> None:
-        """Run validation and samples if they are due and not written yet. All ranks take part, the leader writes."""
+        """Run validation and samples if due and not written yet. All ranks must call this; the leader writes."""
         probes, stage = self._probes, self._stage
         if probes is None:
             return
@@ -277,11 +277,11 @@ class MetricsLogger:
         ]
 
     def _append(self, name: str, lines: Sequence[Mapping[str, Any]]) -> None:
-        # In one write, so that the lines of a step are complete or absent.
+        # One write, so that the lines of a step are complete or absent.
         self._files[name].append("".join(json.dumps(line) + "\n" for line in lines))
 
     def _is_missing(self, name: str, every: int | None, step: int) -> bool:
-        # Only a resumed stage can have it already; all ranks answer alike.
+        # Only a resumed stage can have it already; all ranks get the same answer.
         written = step == self._done and has_step(self._work / name, step)
         return is_due(every, step, self._stage.steps) and not written
 
@@ -319,7 +319,7 @@ def build_logger(
     validation: Path | None,
     dist_context: DistContext | None = None,
 ) -> MetricsLogger:
-    """`rows` are the training datasets, `validation` is the held-out one; ranks share the documents of a step."""
+    """Build the logger of a stage; `rows` are the training datasets, `validation` the held-out dataset."""
     device = compute_device(model)
     is_leader = dist_context is None or dist_context.is_leader
     devices = 1 if dist_context is None else dist_context.ranks.world_size
@@ -351,7 +351,7 @@ def copy_logs(work: Path, folder: Path) -> None:
     for name in (METRICS, VALIDATION, SAMPLES):
         if (work / name).is_file():
             shutil.copy(work / name, folder / name)
-    # W&B runs that were sent are not needed any more; offline runs are, for `wandb sync`.
+    # Uploaded W&B runs are no longer needed; offline runs are, for `wandb sync`.
     for path in [*work.glob(TENSORBOARD), *work.glob("wandb/offline-run-*")]:
         shutil.copytree(path, folder / path.relative_to(work))
 
@@ -361,7 +361,7 @@ def bucket_name(bucket: Mapping[str, Any]) -> str:
 
 
 def _flat(line: Mapping[str, Any]) -> dict[str, float]:
-    """Numbers of a line, for trackers; losses by dataset under their names."""
+    """Return the numbers of a line for trackers, with losses by dataset under separate names."""
     numbers = {name: value for name, value in line.items() if isinstance(value, int | float)}
     return {f"train/{name}": value for name, value in numbers.items() if name != "step"} | {
         f"train/loss/{name}": value for name, value in line["losses"].items() if value is not None
@@ -369,5 +369,5 @@ def _flat(line: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _finite(value: float) -> float | None:
-    """None instead of NaN or infinity, which JSON does not have."""
+    """Replace NaN and infinity, which JSON does not have, with None."""
     return value if math.isfinite(value) else None

@@ -1,7 +1,7 @@
-"""TensorBoard and Weights & Biases. A resumed stage continues the same run there.
+"""TensorBoard and Weights & Biases trackers. A resumed stage continues the same run there.
 
-A tracker that fails is reported once and dropped; it never ends a stage. W&B keeps what it received, so steps that a
-resumed stage repeats are there twice, with equal numbers; TensorBoard drops them.
+A failing tracker is reported once and dropped; it never ends a stage. W&B keeps all data, so steps that a resumed stage
+repeats appear twice, with equal numbers. TensorBoard drops them.
 """
 
 import importlib
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 TENSORBOARD = "tensorboard"
 WANDB_ID = "wandb_id"
-# Modules that must be importable. torch's own writer only wraps the first.
+# Modules that must be importable. torch's own writer is only a wrapper of the first.
 MODULES = {"tensorboard": ("tensorboard", "torch.utils.tensorboard"), "wandb": ("wandb",)}
 
 
@@ -35,7 +35,7 @@ class Tracker(Protocol):
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Refuse trackers that are not installed, before any work."""
+    """Refuse trackers that are not installed, before training starts."""
     for name in names:
         try:
             for module in MODULES[name]:
@@ -80,7 +80,7 @@ class Trackers:
 
 
 def build_trackers(names: Sequence[str], work: Path, *, run: str, settings: Mapping[str, Any], done: int) -> Trackers:
-    """`run` is the display name; `done` steps were tracked before."""
+    """Build the trackers; `run` is the display name, and `done` steps were tracked before."""
 
     def build(name: str) -> Callable[[], Tracker]:
         return lambda: lookup(_BUILDERS, name, kind="tracker")(work, run, settings, done)
@@ -101,7 +101,7 @@ class _TensorBoard:
             self._writer.add_scalar(name, value, step)
 
     def text(self, step: int, name: str, text: str) -> None:
-        # Indented, so that it is not rendered as Markdown.
+        # Indented, so that TensorBoard does not render it as Markdown.
         self._writer.add_text(name, "    " + text.replace("\n", "\n    "), step)
 
     def close(self) -> None:
@@ -123,7 +123,7 @@ class _Wandb:
             dir=str(work),
             config=dict(settings),
         )
-        # W&B's own step counter only goes up, and would drop the steps that a resumed stage repeats.
+        # W&B's own step counter only increases, and would drop the steps that a resumed stage repeats.
         self._run.define_metric("*", step_metric="step")
 
     def numbers(self, step: int, values: Mapping[str, float]) -> None:

@@ -1,7 +1,7 @@
 """Held-out loss by position, and continuations of prompts, while a stage trains.
 
-Validation uses the same rows each time, drawn by the seed, and leaves training unchanged. On several ranks all get the
-same numbers: ranks that share rows compute their parts of them, data ranks compute the same rows again.
+Validation uses the same rows each time, drawn by the seed, and does not change training. All ranks get the same
+numbers: ranks that share rows compute their parts, and data ranks compute the same rows redundantly.
 """
 
 import logging
@@ -39,9 +39,9 @@ VALIDATION, SAMPLES = "validation.jsonl", "samples.jsonl"
 
 @contextmanager
 def eval_mode(model: Any) -> Iterator[None]:
-    """Inside, the model is in eval mode without gradients, in the precision of training; afterwards it is as before."""
+    """Inside the context, the model is in eval mode without gradients, in the precision of training."""
     device = compute_device(model)
-    # FSDP gathers layers in the precision that they compute in.
+    # FSDP gathers layers in their compute precision.
     in_fp32 = next(model.parameters()).dtype == torch.float32 and not is_sharded(model)
     modes = [(part, part.training) for part in model.modules()]
     kept = [(part, _state(part)) for part in model.modules() if next(part.buffers(recurse=False), None) is not None]
@@ -50,8 +50,8 @@ def eval_mode(model: Any) -> Iterator[None]:
         torch.no_grad(),
         torch.random.fork_rng([device] if is_cuda else []),
         torch.compiler.set_stance("force_eager"),
-        # As in training, for fp32 weights. Without its cache, in which training would find weights that were cast
-        # without gradients.
+        # Autocast for fp32 weights, as in training. No autocast cache: training would reuse weights in it that were
+        # cast without gradients.
         torch.autocast(device.type, torch.bfloat16, enabled=is_cuda and in_fp32, cache_enabled=False),
     ):
         model.eval()
@@ -66,7 +66,7 @@ def eval_mode(model: Any) -> Iterator[None]:
 
 
 def _state(part: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Plain attributes and buffers; rotary modules replace theirs for texts of another length."""
+    """Return plain attributes and buffers, which rotary modules replace for texts of another length."""
     plain = {name: value for name, value in vars(part).items() if not name.startswith("_")}
     return plain, {name: (buffer, buffer.clone()) for name, buffer in part.named_buffers(recurse=False)}
 
@@ -82,13 +82,13 @@ def _restore(part: nn.Module, state: tuple[dict[str, Any], dict[str, Any]]) -> N
 class Validation:
     batches: Sequence[Batch]
     row_len: int
-    mesh: DeviceMesh | None = None  # of several ranks, which measure together
+    mesh: DeviceMesh | None = None  # mesh of several ranks, which measure together
 
     def measure(self, model: Any) -> dict[str, Any]:
-        """Mean loss and n over all tokens, and by bucket of positions."""
+        """Return the mean loss and n over all tokens, and by bucket of positions."""
         device = compute_device(model)
         with eval_mode(model):
-            # All batches are on their way before the host waits for the first.
+            # All batches are queued before the host waits for the first.
             computed = [_losses(model, batch, device, self.mesh) for batch in self.batches]
             found = [_valid(losses.cpu().numpy(), batch) for losses, batch in zip(computed, self.batches, strict=True)]
         losses = np.concatenate([losses for losses, _ in found])
@@ -102,7 +102,7 @@ def _losses(model: Any, batch: Batch, device: torch.device, mesh: DeviceMesh | N
 
 
 def _valid(losses: np.ndarray, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
-    """Loss and position of every token that carries loss."""
+    """Return loss and position of every token that carries loss."""
     valid = (batch.shift_labels != IGNORE).numpy()
     # The label at i is the token at i + 1.
     positions = position_ids(np.array(batch.doc_lens)) + 1
@@ -110,7 +110,7 @@ def _valid(losses: np.ndarray, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _gather_losses(model: Any, batch: Batch, device: torch.device, mesh: DeviceMesh) -> Tensor:
-    """Losses of a batch of which sequence ranks compute their parts."""
+    """Gather the losses of a batch whose parts are computed by sequence ranks."""
     coords = rank_coords(mesh)
     part = split_batch(batch, coords.sequence_rank, coords.sequence_ranks, ring=coords.ring)
     _, own = batch_loss(model, part.to(device))
@@ -138,11 +138,11 @@ def build_validation(
     vocabulary = len(model.get_input_embeddings().weight)
     if any(int(row.tokens.max()) >= vocabulary for row in chosen):
         raise ConfigError(
-            f"stage {stage.name}: validation.dataset {name} has tokens outside of the model's vocabulary of "
+            f"stage {stage.name}: validation.dataset {name} has tokens outside the model's vocabulary of "
             f"{vocabulary}, such as the special tokens of utk; pack it without utk."
         )
     if mesh is not None and rank_coords(mesh).ring > 1:
-        # A ring computes one document at a time.
+        # A ring can only compute one document at a time.
         chosen = [document for row in chosen for document in _documents(row, stage.attention)]
         at_once = 1
     else:
@@ -155,7 +155,7 @@ def build_validation(
 
 
 def _documents(row: Row, attention: str) -> Iterator[Row]:
-    """Spans of a row that attend to themselves, each as a row."""
+    """Split a row into rows, one for each span that attends to itself."""
     begin, docs = 0, row.doc_lens
     for span in attended_by(row, attention).tolist():
         own = slice(begin, begin + span)
@@ -172,18 +172,18 @@ def _documents(row: Row, attention: str) -> Iterator[Row]:
 
 
 def warn_if_trained_on(stage: StageConfig, folder: Path, trained: Mapping[str, Path]) -> None:
-    """Warn if the validation dataset is packed from a corpus that is trained on."""
+    """Warn if the validation dataset is packed from a training corpus."""
     known = {digest for rows in trained.values() for digest in _corpora(rows).values()}
     shared = sorted(source for source, digest in _corpora(folder).items() if digest in known)
     if shared and stage.validation:
         logger.warning(
             f"stage {stage.name}: validation.dataset {stage.validation.dataset} is packed from {', '.join(shared)}, "
-            "which is trained on too; its loss may be that of training text"
+            "which is also trained on; its loss may be that of training text"
         )
 
 
 def _corpora(folder: Path) -> dict[str, Any]:
-    """Hashes of the corpora that a dataset is packed from, by source."""
+    """Return the hashes of the corpora that a dataset is packed from, by source."""
     inputs = (read_manifest(folder) or {}).get("inputs", {})
     return {key.removeprefix("corpus "): value for key, value in inputs.items() if key.startswith("corpus ")}
 
@@ -197,17 +197,17 @@ class Samples:
     tokens: int
 
     def write(self, model: Any) -> list[dict[str, str]]:
-        """`prompt` and `text` of each continuation."""
+        """Generate a continuation of each prompt; return its `prompt` and `text`."""
         with eval_mode(model), whole_rows(model):
             if is_sharded(model):
-                # FSDP allocates gathered layers in its first pass. Generation runs in inference mode, and tensors from
-                # there could not be trained with.
+                # FSDP allocates gathered layers in its first pass. Generation runs in inference mode, whose tensors
+                # cannot be used in training.
                 model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=compute_device(model)), use_cache=False)
             written = [self._continue(model, ids) for ids in self.prompt_ids]
         return [{"prompt": prompt, "text": text} for prompt, text in zip(self.prompts, written, strict=True)]
 
     def _continue(self, model: Any, ids: np.ndarray) -> str:
-        # All but the last token as context, which is prefilled in chunks.
+        # All tokens but the last are context, which is prefilled in chunks.
         (found,) = answer(model, ids[:-1], [ids[-1:]], max_new_tokens=self.tokens, stop_ids=self.stop_ids)
         text: str = self.tokenizer.decode(found, skip_special_tokens=True)
         return text
@@ -235,6 +235,6 @@ def build_samples(stage: StageConfig, model: Any, tokenizer: Any) -> Samples:
 
 
 def escape(text: str, most: int = 400) -> str:
-    r"""Text on one line, with `\n` and `\x1b` instead of control characters."""
+    r"""Return the text on one line, with escapes such as `\n` and `\x1b` for control characters."""
     escaped = "".join(sign if sign.isprintable() else sign.encode("unicode_escape").decode() for sign in text)
     return escaped if len(escaped) <= most else escaped[: most - 1] + "…"

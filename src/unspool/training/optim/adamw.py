@@ -1,7 +1,7 @@
 """AdamW, with weights in fp32 or bf16 and moments in fp32 or 8 bits.
 
-With fp32 weight and moments it is torch's own AdamW (fused on a GPU). With 8-bit moments it computes what torchao's
-`AdamW8bit` does. A bf16 weight is updated in fp32 and rounded stochastically.
+With fp32 weights and moments it is torch's own AdamW (fused on a GPU). With 8-bit moments it computes the same as
+torchao's `AdamW8bit`. A bf16 weight is updated in fp32 and rounded stochastically.
 """
 
 import hashlib
@@ -27,13 +27,13 @@ Moment = Tensor | Quantized
 
 
 def rounding_key(seed: int, step: int, name: str) -> tuple[int, int]:
-    """Key of stochastic rounding for one parameter in one step: two 32-bit words."""
+    """Return the key of stochastic rounding for one parameter in one step: two 32-bit words."""
     words = hashlib.blake2b(f"{seed} {step} {name}".encode(), digest_size=8).digest()
     return int.from_bytes(words[:4], "little"), int.from_bytes(words[4:], "little")
 
 
 def random_bits(key: tuple[int, int], size: int, device: torch.device) -> Tensor:
-    """int64[size] of 16 random bits each: a hash of the key and the index."""
+    """Return int64[size] with 16 random bits each: a hash of the key and the index."""
     word = _mixed(torch.arange(size, device=device) ^ key[0])
     return _mixed(word ^ key[1]) >> 16
 
@@ -41,7 +41,8 @@ def random_bits(key: tuple[int, int], size: int, device: torch.device) -> Tensor
 def round_stochastic(value: Tensor, key: tuple[int, int]) -> Tensor:
     """Round fp32 to bf16, up or down with probabilities that make the mean exact.
 
-    bf16 is the upper half of fp32's bits. Adding a random lower half carries as often as the discarded bits require.
+    bf16 is the upper half of the bits of fp32. Adding a random lower half carries with the probability that the
+    discarded bits require.
     """
     bits = value.contiguous().view(torch.int32).long().view(-1) + random_bits(key, value.numel(), value.device)
     kept = (bits >> 16).to(torch.int16)
@@ -61,8 +62,8 @@ def _mixed(word: Tensor) -> Tensor:
 class AdamWState:
     first: Moment
     second: Moment
-    steps: Tensor  # fp32 scalar beside the weight: torch's AdamW counts in it
-    count: int = 0  # the same number without asking the device
+    steps: Tensor  # fp32 scalar on the weight's device, in which torch's AdamW counts
+    count: int = 0  # the same number on the host
 
     def set_count(self, count: int) -> None:
         self.count = count
@@ -74,7 +75,7 @@ class AdamWState:
 
 
 class AdamW:
-    """The `Optimizer` of this file (base.py)."""
+    """AdamW as an `Optimizer` (base.py)."""
 
     def __init__(self, *, in_8bit: bool = False) -> None:
         self._in_8bit = in_8bit
@@ -108,7 +109,7 @@ class AdamW:
 
     def uncount(self, params: Sequence[ParamState]) -> None:
         for param in params:
-            # The count beside the weight knows: the kernel has not counted.
+            # The count on the device is right: the kernel has not counted this step.
             param.state.count -= 1
 
     @torch.no_grad()
@@ -118,7 +119,7 @@ class AdamW:
             if param.grad is None:
                 continue
             if not param.weight.numel():
-                # Of a parameter with fewer rows than there are ranks, some ranks have none; they only count.
+                # If a parameter has fewer rows than there are ranks, some ranks have no rows; they only count steps.
                 param.state.set_count(param.state.count + 1)
             elif self.takes_fp32_grad(param):
                 groups[param.lr_ratio, param.weight_decay].append(param)
@@ -160,7 +161,7 @@ def _load_moment(moment: Moment, name: str, saved: Mapping[str, Tensor], *, rows
     if codes is None:
         value = saved[name]
     elif isinstance(moment, Quantized) and (own := _own_codes(moment, codes, saved[f"{name}.scales"], rows)):
-        # Copy codes: quantizing the decoded values again could move a scale by a rounding.
+        # Copy the codes: quantizing decoded values again could change a scale by rounding.
         moment.codes.copy_(own.codes)
         moment.scales.copy_(own.scales)
         return
@@ -168,14 +169,14 @@ def _load_moment(moment: Moment, name: str, saved: Mapping[str, Tensor], *, rows
         value = Quantized(codes, saved[f"{name}.scales"], signed=name == FIRST).read()
     target = moment.codes if isinstance(moment, Quantized) else moment
     value = value.to_local() if isinstance(value, DTensor) else value[rows]
-    # Rows that were added to an embedding since then start at zero.
+    # Rows added to an embedding since then start at zero.
     found = torch.zeros(target.shape, device=target.device)
     found[: len(value)] = value.to(target.device)
     _write(moment, found)
 
 
 def _own_codes(moment: Quantized, codes: Tensor, scales: Tensor, rows: slice) -> Quantized | None:
-    """This rank's part of saved codes; None if they are of a parameter with fewer rows."""
+    """Return this rank's part of saved codes; None if they belong to a parameter with fewer rows."""
     size, blocks = group_shape(codes.shape)
     groups = slice(*(None if row is None else row // size for row in (rows.start, rows.stop)))
     own = codes.to_local() if isinstance(codes, DTensor) else codes[rows]
@@ -197,9 +198,9 @@ def _update_by_torch(group: list[ParamState], rates: Rates, norm: Tensor | None,
         [],
         [state.steps for state in states],
         foreach=False,
-        # Shards in host memory are updated in one pass, too. A CPU that trains alone keeps the bits it has always had.
+        # Shards in host memory are also updated in one pass. One CPU alone is not, which would change its results.
         fused=on_gpu or group[0].rows is not None,
-        # The fused kernel reads this number itself, and does nothing where it is 1.
+        # The fused kernel reads this number itself, and does nothing if it is 1.
         found_inf=None if norm is None or not on_gpu else (~norm.isfinite()).float(),
         amsgrad=False,
         beta1=rates.betas[0],
@@ -220,10 +221,10 @@ def _update_by_torch(group: list[ParamState], rates: Rates, norm: Tensor | None,
 
 @dataclass(frozen=True, kw_only=True)
 class Factors:
-    """Factors of one update, each rounded to fp32 as torchao rounds it."""
+    """The factors of one update, each rounded to fp32 as in torchao."""
 
     lr: float
-    shrink: float  # of the weight, by decay
+    shrink: float  # factor of the weight, for weight decay
     pull_first: float
     pull_second: float
     bias_first: float
@@ -233,7 +234,7 @@ class Factors:
 
 @lru_cache(maxsize=64)
 def factors_of(rates: Rates, lr_ratio: float, weight_decay: float, count: int) -> Factors:
-    """Computed once for all parameters of a kind, because hundreds of them are updated in a few milliseconds."""
+    """Compute the factors once for all parameters of a kind: hundreds of them are updated in a few milliseconds."""
     lr = torch.tensor(rates.lr * lr_ratio)
     step = torch.tensor(float(count))
     first, second = (1 - beta**step for beta in rates.betas)
@@ -273,7 +274,7 @@ def update_by_operators(param: ParamState, grad: Tensor, factors: Factors, key: 
     second = _read(state.second).lerp(grad.square(), factors.pull_second)
     _write(state.first, first)
     _write(state.second, second)
-    # With the moments as they were before they were rounded to 8 bits.
+    # Uses the moments before they are rounded to 8 bits.
     weight = weight - factors.lr * (first / factors.bias_first) / (second.sqrt() / factors.root_second + EPS)
     param.weight.copy_(weight if param.weight.dtype == torch.float32 else round_stochastic(weight, key))
     if param.bf16_copy is not None:

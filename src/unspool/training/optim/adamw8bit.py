@@ -1,14 +1,14 @@
 """AdamW's moments in 8 bits: blocks of 256 values, each with its largest magnitude as scale.
 
-Levels, codes, scales and the choice of quantized tensors are those of torchao's `AdamW8bit`, bit for bit, with one
-exception: a second moment that is not zero never becomes zero. A value is off by a few percent at most; one below a
-millionth of its block's largest by more. kernels.py does the same in one pass on a GPU.
+Levels, codes, scales and the choice of quantized tensors equal those of torchao's `AdamW8bit`, bit for bit, with one
+exception: a second moment that is not zero never becomes zero. Errors are a few percent at most, or more for values
+below a millionth of their block's largest. kernels.py does the same in one pass on a GPU.
 
-Where ranks shard a parameter, blocks are those of the full one: its moments are kept in 8 bits only if no shard ends
-inside of a block. Otherwise they stay fp32. So a moment has the same codes and scales on any number of ranks.
+If ranks shard a parameter, blocks are those of the full parameter: its moments are kept in 8 bits only if no shard ends
+inside a block, and in fp32 otherwise. So a moment has the same codes and scales on any number of ranks.
 
-The levels are those of dynamic tree quantization (Dettmers et al., 8-bit Optimizers via Block-wise Quantization):
-seven decades below 1, each with twice as many levels as the one below, evenly spaced within it.
+The levels are those of dynamic tree quantization (Dettmers et al., 8-bit Optimizers via Block-wise Quantization): seven
+decades below 1, each with twice as many evenly spaced levels as the decade below.
 """
 
 from collections.abc import Sequence
@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 
 BLOCK = 256
-# Smaller tensors (norms, biases) stay fp32: scales and rounding would cost more than the bytes are worth.
+# Smaller tensors (norms, biases) stay fp32: the few bytes saved are not worth the scales and rounding.
 MIN_SIZE = 4096
 DECADES = 7
-# Scale of a block of zeros, which would otherwise be divided by zero.
+# Scale of a block of zeros, to avoid a division by zero.
 MIN_SCALE = 1e-12
-# Search range for the bound between two levels, in fp32 steps around their middle.
+# Search range for the bound between two levels, in fp32 steps around their midpoint.
 SEARCH_STEPS = 8
 
 
@@ -55,9 +55,9 @@ class Quantized:
 
 
 def group_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """The fewest rows of a tensor that are whole blocks, and how many blocks they are.
+    """Return the fewest rows of a tensor that are whole blocks, and the number of these blocks.
 
-    Scales have one row for each such group, so that they are sharded as the rows of the weight are.
+    Scales have one row for each such group, so they are sharded like the rows of the weight.
     """
     row = prod(shape[1:])
     rows = BLOCK // gcd(row, BLOCK)
@@ -65,13 +65,13 @@ def group_shape(shape: Sequence[int]) -> tuple[int, int]:
 
 
 def is_quantized(shape: Sequence[int], rows_per_rank: int) -> bool:
-    """Whether the moments of a parameter of this full shape are kept in 8 bits; otherwise they stay fp32."""
+    """Return whether the moments of a parameter of this full shape are kept in 8 bits; otherwise they stay fp32."""
     size = prod(shape)
     return size >= MIN_SIZE and size % BLOCK == 0 and rows_per_rank % group_shape(shape)[0] == 0
 
 
 def quantize(value: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
-    """Codes of the nearest levels (the higher of two that are equally near), and scales."""
+    """Return the codes of the nearest levels (of two equally near levels, the higher), and the scales."""
     blocks = value.reshape(-1, BLOCK)
     scales = blocks.abs().amax(-1).clip(MIN_SCALE)
     bounds = tables(signed, value.device)[1]
@@ -81,12 +81,12 @@ def quantize(value: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
 
 @cache
 def tables(signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
-    """fp32[256] levels, ascending; fp32[255] bounds: from bound `i` on, level `i + 1` is nearer than level `i`."""
+    """Return fp32[256] ascending levels and fp32[255] bounds; from bound `i` on, level `i + 1` is nearer."""
     levels = _levels(signed)
     bounds = _bounds(levels)
     if not signed:
-        # AdamW divides by the root of the second moment. Where that is lost and the first is not, which its square
-        # reaches a thousand times earlier, a step without a gradient would divide by EPS: a jump of many times lr.
+        # AdamW divides by the root of the second moment. It underflows earlier than the first moment, because it is a
+        # square. With a second moment of zero, a step without a gradient would divide by EPS: a jump of many times lr.
         bounds[0] = torch.finfo(torch.float32).tiny
     return levels.to(device), bounds.to(device)
 
@@ -102,7 +102,7 @@ def _levels(signed: bool) -> Tensor:
 
 
 def _bounds(levels: Tensor) -> Tensor:
-    """The least fp32 of each gap that rounds up; fp32 differences put it a few steps beside the middle."""
+    """Return the least fp32 in each gap that rounds up: a few steps off the midpoint, because differences round."""
     low, high = levels[:-1], levels[1:]
     value = ((low.double() + high.double()) / 2).float()
     for _ in range(SEARCH_STEPS):

@@ -1,7 +1,7 @@
 """The optimizer interface: a config, the state kept for each parameter, and the update itself.
 
 A new optimizer is one file with an `OptimizerConfig` and an `Optimizer`, and one line in `OPTIMIZERS` (config.py).
-Nothing here imports torch, because recipes are checked without it.
+This file does not import torch, because recipes are checked without it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ BF16_BYTES, FP32_BYTES = 2, 4
 
 
 class OptimizerConfig(Config):
-    """Memory of the optimizer. Subclasses answer what the planner asks, in bytes per parameter."""
+    """Base class of optimizer configs. Subclasses give the planner memory and traffic in bytes per parameter."""
 
     name: str = Field(description="Name of the optimizer.")
     weights: Literal["fp32", "bf16"] = Field(
@@ -34,7 +34,7 @@ class OptimizerConfig(Config):
     )
 
     def build(self) -> "Optimizer":
-        """The implementation. Import it here, so that the config needs no torch."""
+        """Build the implementation. Import it here, so that the config needs no torch."""
         raise NotImplementedError
 
     def state_bytes(self) -> float:
@@ -62,7 +62,7 @@ class OptimizerConfig(Config):
         return ()
 
     def sharding_problem(self) -> str | None:
-        """Why these settings do not work where ranks shard weights and states; None if they do."""
+        """Return why these settings do not work if ranks shard weights and states; None if they do."""
         if self.weights != "fp32":
             return f"optimizer.weights {self.weights} is not supported on several devices yet; set it to fp32."
         if self.step == "in-backward":
@@ -75,7 +75,7 @@ class OptimizerConfig(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """Values of one step that are the same for all parameters."""
+    """The values of one step that all parameters share."""
 
     lr: float
     betas: tuple[float, float]
@@ -85,20 +85,20 @@ class Rates:
 
 @dataclass(eq=False, kw_only=True)
 class ParamState:
-    """One trained parameter. It holds the parameter's memory, not the parameter, whose hook holds it."""
+    """The state of one trained parameter. Holds the parameter's memory, not the parameter, whose hook refers to it."""
 
     name: str
     weight: "Tensor"  # the tensor that is updated: the fp32 master, or the parameter's own memory
-    bf16_copy: "Tensor | None" = None  # the parameter's own memory, where `weight` is a master
+    bf16_copy: "Tensor | None" = None  # the parameter's own memory, if `weight` is a master
     lr_ratio: float = 1.0  # this parameter's learning rate ÷ the stage's
     weight_decay: float = 0.0
-    rows: slice | None = None  # rows of the full parameter that this rank holds, where it is sharded
+    rows: slice | None = None  # rows of the full parameter that this rank holds, if it is sharded
     shape: tuple[int, ...] = ()  # of the full parameter
-    rows_per_rank: int = 0  # of all ranks but the last ones, which have fewer; all rows where it is not sharded
+    rows_per_rank: int = 0  # on all ranks but the last ones, which have fewer; all rows if it is not sharded
     grad: "Tensor | None" = None  # of the current step
-    grad_norm: "Tensor | None" = None  # of a gradient that was used in the backward pass
+    grad_norm: "Tensor | None" = None  # norm of a gradient that was used in the backward pass
     state: Any = None  # belongs to the optimizer
-    # Of full state tensors with fewer rows than the parameter, by name: how many. Set by the optimizer.
+    # Number of rows of full state tensors with fewer rows than the parameter, by name. Set by the optimizer.
     state_rows: dict[str, int] = field(default_factory=dict)
 
 
@@ -106,10 +106,10 @@ class Optimizer(Protocol):
     """An update rule. It alone reads and writes `ParamState.state`."""
 
     def init_state(self, param: ParamState) -> Any:
-        """The state before the first step, on the weight's device."""
+        """Create the state before the first step, on the weight's device."""
 
     def takes_fp32_grad(self, param: ParamState) -> bool:
-        """Whether gradients are converted to fp32 before the step; otherwise they keep the model's precision."""
+        """Return whether gradients are converted to fp32 before the step; otherwise they keep the model's precision."""
 
     def step(self, params: Sequence[ParamState], rates: Rates) -> None:
         """Update every parameter that has a gradient. All gradients are finite."""
@@ -118,13 +118,13 @@ class Optimizer(Protocol):
         """Update one parameter unless the `norm` of its gradient is not finite, without waiting for a GPU."""
 
     def state_tensors(self, param: ParamState) -> "dict[str, Tensor]":
-        """State by name, for checkpoints: the tensors in use, not copies.
+        """Return the state by name, for checkpoints: the tensors in use, not copies.
 
-        Scalars belong to the full parameter; all other tensors are sharded as the weight is, by rows.
+        Scalars belong to the full parameter; all other tensors are sharded by rows, like the weight.
         """
 
     def load_state(self, param: ParamState, saved: "Mapping[str, Tensor]") -> None:
-        """Take over `state_tensors`, also of other settings or of fewer embedding rows. Missing state stays zero.
+        """Load `state_tensors`, also those of other settings or of fewer embedding rows. Missing state stays zero.
 
         Tensors are shards (`DTensor`) or full; of full ones this rank takes `param.rows`.
         """
@@ -132,7 +132,7 @@ class Optimizer(Protocol):
 
 @runtime_checkable
 class StepsOnDevice(Protocol):
-    """An `Optimizer` that can update without the host knowing the gradient. Then no step waits for the one before."""
+    """An `Optimizer` that can update before the host knows the gradient, so that no step waits for the one before."""
 
     def step_if_finite(self, params: Sequence[ParamState], rates: Rates, norm: "Tensor", clip: "Tensor") -> None:
         """`step` with gradients times `clip`, unless `norm` is not finite, without waiting for a GPU.

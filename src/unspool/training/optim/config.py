@@ -1,4 +1,4 @@
-"""Optimizers that a stage can name, and the config of AdamW. Needs no torch."""
+"""The registry of optimizers, and the config of AdamW. Imports no torch."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -27,15 +27,15 @@ class AdamWConfig(OptimizerConfig):
         return AdamW(in_8bit=self.states == "8bit")
 
     def state_bytes(self) -> float:
-        # 8-bit: two codes, and two fp32 scales for 256 of them.
+        # 8-bit: two codes, and two fp32 scales per 256 values.
         return 2 * (1 + FP32_BYTES / 256) if self.states == "8bit" else 2 * FP32_BYTES
 
     def state_bytes_moved(self) -> float:
-        # Scales are not worth counting.
+        # Scales are too small to count.
         return 4 if self.states == "8bit" else 4 * FP32_BYTES
 
     def grad_bytes(self) -> int:
-        # torch's own AdamW takes fp32; our kernel takes what the model computes in.
+        # torch's own AdamW needs fp32; our kernel takes the model's precision.
         return FP32_BYTES if (self.weights, self.states) == ("fp32", "fp32") else BF16_BYTES
 
     def alternatives(self) -> "Sequence[AdamWConfig]":

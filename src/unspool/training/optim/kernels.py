@@ -1,8 +1,8 @@
 # mypy: ignore-errors
 """An AdamW step of one parameter as one Triton kernel. Imported on CUDA only.
 
-It computes what `update_by_operators` (adamw.py) does, in the same order and with the same roundings, and reads and
-writes every tensor once. It writes nothing if the given norm is not finite.
+It computes the same as `update_by_operators` (adamw.py), in the same order and with the same roundings. It reads and
+writes every tensor once, and writes nothing if the given norm is not finite.
 """
 
 import torch
@@ -27,7 +27,7 @@ def update_in_one_pass(
     norm: Tensor | None,
     clip: Tensor | None = None,
 ) -> None:
-    """`clip` is a factor for the gradient that only the device knows; otherwise `factors.scale` is."""
+    """Update one parameter; `clip` is a gradient factor on the device, used instead of `factors.scale`."""
     state, grad = param.state, grad.contiguous()
     assert param.weight.is_contiguous()
     size = param.weight.numel()
@@ -54,7 +54,7 @@ def update_in_one_pass(
         factors.bias_first,
         factors.root_second,
         factors.scale,
-        # As a signed number, or Triton would compile again for keys of the upper half.
+        # As a signed number; otherwise Triton would compile again for keys of the upper half.
         *(word - (1 << 32) if word >> 31 else word for word in key),
         eps=EPS,
         least_scale=MIN_SCALE,
@@ -66,7 +66,7 @@ def update_in_one_pass(
         block=BLOCK,
         blocks=BLOCKS,
         num_warps=NUM_WARPS,
-        # Round products and sums separately, as a sequence of operators does.
+        # Round products and sums separately, like a sequence of operators.
         enable_fp_fusion=False,
     )
 
@@ -82,7 +82,7 @@ def _mixed(word):
 
 @triton.jit
 def _code(value, bounds):
-    """How many of the 255 bounds a value has reached, by halving."""
+    """Return the number of the 255 bounds at or below a value, by binary search."""
     code = tl.zeros(value.shape, dtype=tl.int32)
     for power in tl.static_range(8):
         code += tl.where(value >= tl.load(bounds + code + ((128 >> power) - 1)), 128 >> power, 0)
@@ -91,14 +91,14 @@ def _code(value, bounds):
 
 @triton.jit
 def _quantize(moment, codes, bounds, at, inside, least_scale: tl.constexpr):
-    """Write the codes; every block's scale."""
+    """Write the codes; return the scale of every block."""
     scale = tl.maximum(tl.max(tl.abs(moment), axis=1), least_scale)
     code = _code(tl.div_rn(moment, scale[:, None]), bounds)
     tl.store(codes + at, code.to(tl.uint8), mask=inside)
     return scale
 
 
-# Keys are new numbers every time: nothing is to be compiled for those that divide by 16.
+# Keys change every time: do not specialize the kernel for keys that 16 divides.
 @triton.jit(do_not_specialize=["key_low", "key_high"])
 def _kernel(
     weight, computed, grad, first, second, first_scales, second_scales, signed, signed_bounds, unsigned,
@@ -110,7 +110,7 @@ def _kernel(
     row = tl.program_id(0).to(tl.int64) * blocks + tl.arange(0, blocks)
     at = row[:, None] * block + tl.arange(0, block)[None, :]
     if has_norm:
-        # Otherwise nothing is read or written: as if there were no values. Not a number is not below, either.
+        # If the norm is not finite, the mask is empty, so nothing is read or written. NaN is not below infinity either.
         size = tl.where(tl.load(norm) < float("inf"), size, 0)
     if has_clip:
         scale = tl.load(clip)
@@ -129,7 +129,7 @@ def _kernel(
         v = tl.load(second + at, mask=inside, other=0.0)
 
     w = w - shrink * w
-    # `lerp` is one fused operation in torch, too.
+    # `lerp` is also one fused operation in torch.
     m = tl.fma(g - m, tl.zeros_like(m) + pull_first, m)
     v = tl.fma(g * g - v, tl.zeros_like(v) + pull_second, v)
     if quantized:

@@ -1,13 +1,13 @@
-"""From gradients to changed weights: accumulation, clipping, the optimizer's step, and its checkpoint.
+"""Update the weights: gradient accumulation, clipping, the optimizer step, and its checkpoint.
 
-Micro-batches are summed in fp32, whatever the model computes in. With `step: after`, a gradient that is not finite
-changes nothing. With `step: in-backward`, clipping uses the norm of the previous step, because this step's norm is
-known only at its end, and a gradient that is not finite leaves just its own parameter unchanged. State is saved and
-loaded by name, and training continues from it bit for bit.
+Gradients of micro-batches are summed in fp32, regardless of the model's precision. With `step: after`, a gradient that
+is not finite changes nothing. With `step: in-backward`, clipping uses the norm of the previous step, because this
+step's norm is known only at its end, and a gradient that is not finite leaves just its own parameter unchanged. State
+is saved and loaded by name, and training continues from it bit for bit.
 
-With `weights: fp32` on a GPU, the model's parameters become bf16, which it computes in, and the updater keeps fp32
-masters. On a CPU, and where ranks shard weights (fsdp.py), parameters are their own masters. FSDP then sums the
-gradients, and the norm is that of all shards.
+With `weights: fp32` on a GPU, the model's parameters become bf16 for computing, and the updater keeps fp32 masters. On
+a CPU, and if ranks shard weights (fsdp.py), parameters are their own masters. FSDP then sums the gradients, and the
+norm covers all shards.
 """
 
 import math
@@ -26,13 +26,13 @@ from unspool.training.config import StageConfig
 from unspool.training.optim.base import Optimizer, ParamState, Rates, StepsOnDevice
 from unspool.training.parallel.dtensor import as_shard_of, local_rows, local_shard, rows_per_rank
 
-# Norm before the first step: nothing is clipped by it.
+# The norm before the first step, which clips nothing.
 NO_NORM = 0.0
 STATE = "updater"
 
 
 class Updater:
-    """One optimizer step: `begin`, then the backward passes, then `finish`."""
+    """Runs optimizer steps: `begin`, then the backward passes, then `finish`."""
 
     def __init__(
         self,
@@ -51,9 +51,9 @@ class Updater:
         self._previous_norm = NO_NORM
         self._unsettled: list[ParamState] = []
         self._previous_rates = self._rates(NO_NORM)
-        # True: a step that turns out to be bad has already changed weights; only a checkpoint restores them.
+        # True: a step found to be bad has already changed weights; only a checkpoint restores them.
         self.in_backward = in_backward
-        # Called before weights or states change, by which a checkpoint may still be copying them.
+        # Called before weights or states change, because a checkpoint may still be copying them.
         self.before_update: Callable[[], None] = lambda: None
         by_name = {param.name: param for param in params}
         # FSDP sums the gradients of sharded parameters itself, so they need no hook.
@@ -76,7 +76,7 @@ class Updater:
             parameter.grad = None
 
     def add(self, grads: Mapping[str, Tensor]) -> None:
-        """Add gradients by parameter name to those of the backward passes. Parameters without training are skipped."""
+        """Add gradients by parameter name to those of the backward passes. Frozen parameters are skipped."""
         for param in self._params:
             if param.name in grads:
                 self._add(param, grads[param.name])
@@ -106,7 +106,7 @@ class Updater:
 
     @property
     def can_finish_on_device(self) -> bool:
-        """Whether `finish_on_device` works with these settings."""
+        """Return whether `finish_on_device` works with these settings."""
         return not (self.in_backward or self._sharded) and isinstance(self._optimizer, StepsOnDevice)
 
     def finish_on_device(self, loss: Tensor) -> Tensor:
@@ -128,7 +128,7 @@ class Updater:
         return norm
 
     def settle(self, loss: float, norm: float) -> None:
-        """Take note of the numbers that `finish_on_device` could not wait for."""
+        """Process the numbers that `finish_on_device` did not wait for."""
         if not (math.isfinite(loss) and math.isfinite(norm)):
             assert isinstance(self._optimizer, StepsOnDevice)
             self._optimizer.uncount(self._unsettled)
@@ -137,7 +137,7 @@ class Updater:
         self._unsettled = []
 
     def _read_shards(self) -> None:
-        """Take gradients that FSDP has reduced; and the shards themselves, which FSDP may have moved."""
+        """Read the gradients that FSDP has reduced, and the shards themselves, which FSDP may have moved."""
         for param in self._params:
             parameter = self._sharded.get(param.name)
             if parameter is not None:
@@ -146,7 +146,7 @@ class Updater:
                 parameter.grad = None
 
     def _norm_over_shards(self, norm: Tensor) -> Tensor:
-        """The norm over all shards, the same on every rank."""
+        """Return the norm over all shards, which is the same on every rank."""
         some = next(iter(self._sharded.values()), None)
         if some is None:
             return norm
@@ -157,7 +157,7 @@ class Updater:
         return square.sqrt()
 
     def _add(self, param: ParamState, grad: Tensor) -> None:
-        """Accumulate a micro-batch. From the second one on the sum is fp32."""
+        """Accumulate a micro-batch's gradient. From the second micro-batch on, the sum is fp32."""
         if param.grad is None:
             param.grad = grad.float() if self._optimizer.takes_fp32_grad(param) else grad
         else:
@@ -177,7 +177,7 @@ class Updater:
         param.grad = None
 
     def _rates(self, norm: float) -> Rates:
-        # In fp32 and with the small number, as torch's own clipping does it.
+        # In fp32 and with the small constant of torch's own clipping.
         scale = (self._max_grad_norm / (torch.tensor(norm) + 1e-6)).clamp(max=1.0).item()
         return Rates(lr=self._lr, betas=self._betas, seed=self._seed, scale=scale)
 
@@ -188,13 +188,13 @@ class Updater:
         return bool(self._sharded)
 
     def named_masters(self) -> Iterator[tuple[str, Tensor]]:
-        """Every trained weight in the precision it is kept in, as a `DTensor` where it is sharded."""
+        """Return every trained weight in its stored precision, as a `DTensor` if it is sharded."""
         for param in self._params:
             parameter = self._sharded.get(param.name)
             yield param.name, param.weight if parameter is None else parameter.detach()
 
     def optimizer_tensors(self) -> dict[str, Tensor]:
-        """The optimizer's state by name, which the next stage continues from."""
+        """Return the optimizer state by name, from which the next stage continues."""
         found: dict[str, Tensor] = {}
         for param in self._params:
             parameter = self._sharded.get(param.name)
@@ -205,7 +205,7 @@ class Updater:
         return found
 
     def load_optimizer(self, saved: Mapping[str, Tensor]) -> None:
-        """Take over `optimizer_tensors`, also of other settings. Parameters that are not in `saved` keep no state."""
+        """Load `optimizer_tensors`, also those of other settings. Parameters missing in `saved` start without state."""
         by_param: dict[str, dict[str, Tensor]] = {}
         for key, tensor in saved.items():
             name, _, own_key = key.rpartition("/")
@@ -214,7 +214,7 @@ class Updater:
             self._optimizer.load_state(param, by_param.get(param.name, {}))
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """Everything a resumed run needs, by name. These are the tensors in use, not copies."""
+        """Return all tensors that a resumed run needs, by name: the tensors in use, not copies."""
         weights = {f"{name}/weight": weight for name, weight in self.named_masters()}
         own = {
             f"{STATE}/norm_before": torch.tensor(self._previous_norm, dtype=torch.float64),
@@ -238,12 +238,12 @@ class Updater:
 def build_updater(stage: StageConfig, model: Any, *, seed: int = 0) -> Updater:
     """Prepare `model` for training. Norms and biases get no weight decay; an `lr_overrides` of 0 freezes a parameter.
 
-    Parameters take the precision that the stage computes in. Buffers do not: RoPE tables stay fp32.
+    Parameters are cast to the precision that the stage computes in. Buffers are not: RoPE tables stay fp32.
     """
     some = next(model.parameters())
     is_sharded = isinstance(some, DTensor)
     _check(stage, [name for name, _ in model.named_parameters()], is_sharded=is_sharded)
-    # FSDP gives layers their weights in bf16, so shards are the masters.
+    # FSDP casts the weights of layers to bf16, so shards are the masters.
     in_bf16 = stage.optimizer.weights == "bf16" or (some.is_cuda and not is_sharded)
     if in_bf16 or (is_sharded and some.device_mesh.device_type == "cuda"):
         keep_tables(model)
@@ -253,7 +253,7 @@ def build_updater(stage: StageConfig, model: Any, *, seed: int = 0) -> Updater:
     for name, parameter in model.named_parameters():
         lr = _lr(stage, name)
         parameter.requires_grad_(lr > 0)
-        # The loaded memory becomes the master, so that no weight exists twice.
+        # The loaded memory becomes the master, so that no weight exists twice in fp32.
         loaded = local_shard(parameter)
         if in_bf16:
             parameter.data = loaded.to(torch.bfloat16).contiguous()
@@ -285,7 +285,7 @@ def _check(stage: StageConfig, names: list[str], *, is_sharded: bool) -> None:
     for part in stage.lr_overrides:
         if not any(part in name for name in names):
             raise ConfigError(
-                f"stage {stage.name}: lr_overrides has {part!r}, which is in no parameter's name; names look like "
+                f"stage {stage.name}: lr_overrides has {part!r}, which no parameter name contains; names look like "
                 f"{names[1]}."
             )
     if not any(_lr(stage, name) for name in names):

@@ -1,1 +1,1 @@
-"""Several devices: mesh, FSDP, Ulysses, ring attention, ranks and their watchdog."""
+"""Training on several devices: mesh, FSDP, Ulysses, ring attention, ranks and their watchdog."""

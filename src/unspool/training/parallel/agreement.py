@@ -1,7 +1,7 @@
-"""Whether all ranks are about to compute the same run: recipe, data, model, code and libraries.
+"""Check that all ranks run the same recipe, data, model, code and libraries.
 
-Ranks on several machines may have other files or versions, and one with another learning rate would train on without
-an error. So they compare what they have before the first step, and the job is refused if one differs.
+Ranks on several machines may have different files or versions. A rank with another learning rate would train without an
+error. So ranks compare their facts before the first step, and refuse the job if one differs.
 """
 
 import hashlib
@@ -20,16 +20,16 @@ from unspool.core.artifacts import MANIFEST, digest, file_digest, read_manifest
 from unspool.training.parallel.mesh import from_leader, gather_on_leader
 from unspool.training.parallel.ranks import CommonError, Ranks
 
-# Files up to this size are compared by content, larger ones by size: every rank reads them before each stage.
+# Files up to this size are compared by content, larger files by size: every rank reads them before each stage.
 MAX_HASHED = 1 << 20
-# Characters of a value in the message.
+# Most characters of a value in the message.
 MAX_SHOWN = 60
 MISSING = "missing"
 UNKNOWN = "unknown"  # not compared
 
 
 def require_agreement(ranks: Ranks, facts: Mapping[str, Any]) -> None:
-    """Raise an error on all ranks if one has other facts than rank 0. All ranks call this.
+    """Raise an error on all ranks if one has other facts than rank 0. All ranks must call this.
 
     Facts may be nested; a difference is named by its path, such as `stages.0.lr`.
     """
@@ -73,7 +73,7 @@ def _shown(facts: dict[str, Any], key: str) -> str:
 
 
 def version_facts() -> dict[str, str]:
-    """Versions of code and libraries that results depend on."""
+    """Return the versions of code and libraries that results depend on."""
     return {
         "unspool version": unspool.__version__,
         "unspool source": _source_digest(),
@@ -93,12 +93,12 @@ def _source_digest() -> str:
 
 
 def dataset_facts(folders: Mapping[str, Path]) -> dict[str, str]:
-    """A digest of the manifest of each dataset."""
+    """Return a digest of the manifest of each dataset."""
     return {f"dataset {name}": digest(read_manifest(folder)) for name, folder in folders.items()}
 
 
 def model_facts(ref: str) -> dict[str, Any]:
-    """A stage's manifest; the files of another folder; the commit of a Hub model, if it is in the local cache."""
+    """Return a stage's manifest, the files of another folder, or the commit of a Hub model in the local cache."""
     folder = Path(ref)
     if (folder.parent / MANIFEST).is_file():
         return {"model manifest": digest(read_manifest(folder.parent))}

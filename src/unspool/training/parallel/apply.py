@@ -1,7 +1,7 @@
-"""Set up a model for several ranks, and check beforehand that a stage fits them.
+"""Set up a model for several ranks, and check first that a stage fits them.
 
-Loss, gradients and updated weights are those of one rank up to rounding. The model knows no ranks: its attention calls
-`Exchange` around the kernel, and its layers have hooks.
+Loss, gradients and updated weights equal those of one rank up to rounding. The model's code does not change: its
+attention calls `Exchange` around the kernel, and its layers have hooks.
 """
 
 from collections.abc import Iterator, Mapping
@@ -43,10 +43,10 @@ def parallelize(
     memory: MemoryPolicy | None = None,
     fuse: bool = False,
 ) -> Any:
-    """Change `model` in place, with its weights or on the meta device (fsdp.py).
+    """Set up `model` in place for several ranks, with its weights or on the meta device (fsdp.py).
 
-    The order matters. Exchanges are inside of recomputed regions, so that recomputing repeats them. Compiled parts are
-    inside of both. FSDP's hooks are outside of all, so that weights are gathered whenever a layer runs.
+    The order matters. Exchanges are inside recomputed regions, so that recomputation repeats them. Compiled parts are
+    inside both. FSDP's hooks are outermost, so that weights are gathered whenever a layer runs.
     """
     memory = memory or MemoryPolicy()
     _refuse_without_weights(model, memory, fuse=fuse)
@@ -60,7 +60,7 @@ def parallelize(
 
 
 def _refuse_without_weights(model: Any, memory: MemoryPolicy, *, fuse: bool) -> None:
-    """Refuse settings that are tested on the weights, or need their device, when they are applied."""
+    """Refuse settings that need the weights, or their device, when they are applied."""
     settings = {
         "mlp_tiles": memory.mlp_tiles,
         "offload": memory.offload,
@@ -69,11 +69,11 @@ def _refuse_without_weights(model: Any, memory: MemoryPolicy, *, fuse: bool) -> 
     }
     asked = [name for name, setting in settings.items() if setting]
     if asked and next(model.parameters()).is_meta:
-        raise ConfigError(f"{asked[0]} needs the weights before they are read shard by shard; remove it.")
+        raise ConfigError(f"{asked[0]} needs the full weights, but they are read shard by shard; remove it.")
 
 
 def apply_sequence(model: Any, mesh: DeviceMesh) -> None:
-    """Let attention exchange tensors with the ranks that share a row."""
+    """Make attention exchange tensors with the ranks that share a row."""
     exchange = Exchange(ulysses=group_of(mesh, "ulysses"), ring=group_of(mesh, "ring"))
     if exchange == Exchange(ulysses=None, ring=None):
         return
@@ -83,7 +83,7 @@ def apply_sequence(model: Any, mesh: DeviceMesh) -> None:
 
 @dataclass(frozen=True)
 class Exchange:
-    """Wraps the attention kernel: Ulysses first, then the ring."""
+    """Wrapper of the attention kernel: Ulysses first, then the ring."""
 
     ulysses: Any
     ring: Any
@@ -99,7 +99,7 @@ class Exchange:
 
 @contextmanager
 def whole_rows(model: Any) -> Iterator[None]:
-    """Inside, every rank computes attention on its own, over whole sequences: for text that ranks do not share."""
+    """Inside the context, every rank attends over whole sequences on its own, for text that ranks do not share."""
     found = [(attention, attention.exchange) for attention in map(attention_of, layers_of(model)) if _shares(attention)]
     for attention, _ in found:
         attention.exchange = None
@@ -120,7 +120,7 @@ GENERATION = "generation_config.json"
 def load_sharded(
     stage: StageConfig, model: Any, rows: dict[str, Path], *, device: torch.device, dist_context: DistContext
 ) -> Any | None:
-    """Read weights from their files straight into shards. All ranks call this; all get a model, or all get None."""
+    """Read weights from files directly into shards. All ranks must call this; all get a model, or all get None."""
     mesh = dist_context.mesh
     if mesh is None or not isinstance(model, str) or needs_full_weights(stage, rows):
         return None
@@ -131,7 +131,7 @@ def load_sharded(
 
 
 def needs_full_weights(stage: StageConfig, rows: dict[str, Path]) -> bool:
-    """Whether settings are tested on weights, or change full tensors."""
+    """Return whether settings are tested on weights, or change full tensors."""
     memory = stage.memory
     tried = memory.mlp_tiles or memory.offload or memory.keep_on_host or stage.compile
     knots = any((read_manifest(folder) or {}).get("counts", {}).get("added_tokens") for folder in rows.values())
@@ -139,7 +139,7 @@ def needs_full_weights(stage: StageConfig, rows: dict[str, Path]) -> bool:
 
 
 def _can_load_sharded(folder: Path) -> bool:
-    """Whether the files hold the weights as the model has them; if so, check that the model can be trained."""
+    """Return whether the files hold the weights as the model stores them; if so, check that it can be trained."""
     if not (folder / "config.json").is_file():
         return False
     content = (folder / "config.json").read_text()
@@ -171,7 +171,7 @@ def _config(folder: Path) -> Any:
 
 
 def check_fit(stage: StageConfig, model: str | NewModel, rows: Mapping[str, RowSet], *, world_size: int) -> Layout:
-    """The stage's layout on `world_size` ranks. Raises a ConfigError with values that would fit."""
+    """Return the stage's layout on `world_size` ranks; ConfigError with values that would fit."""
     layout = settle_layout(stage.parallel, world_size)
     if world_size == 1:
         return layout
@@ -186,7 +186,7 @@ def check_fit(stage: StageConfig, model: str | NewModel, rows: Mapping[str, RowS
         context_length=stage.context_length,
         batch_tokens=stage.batch_tokens,
         micro_batch_tokens=stage.tokens_per_pass,
-        # Reading every row takes a while, and only a ring needs to know.
+        # Checking every row takes a while, and only a ring needs the result.
         document_masks=layout.ring > 1 and has_document_masks(stage, rows),
         not_on_ring=not_on_ring(values, stage.context_length),
         kv_heads_at_once=stage.attention_heads_at_once,
@@ -196,7 +196,7 @@ def check_fit(stage: StageConfig, model: str | NewModel, rows: Mapping[str, RowS
 
 
 def has_document_masks(stage: StageConfig, rows: Mapping[str, RowSet]) -> bool:
-    """Whether a micro-batch of one row can hold documents that must not attend to each other."""
+    """Return whether a micro-batch of one row can hold documents that must not attend to each other."""
     if any(row_set.row_len < stage.context_length for row_set in rows.values()):
         return True
     return any(
@@ -207,5 +207,5 @@ def has_document_masks(stage: StageConfig, rows: Mapping[str, RowSet]) -> bool:
 
 
 def model_values(model: str | NewModel) -> dict[str, Any]:
-    """The config of a model, without its weights."""
+    """Return the config of a model, without its weights."""
     return SIZES[model.size] if isinstance(model, NewModel) else config_values(model)

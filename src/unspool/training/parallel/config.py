@@ -1,4 +1,4 @@
-"""How a stage is spread over devices, and which settings fit. Needs no torch: recipes are checked without it."""
+"""The layout of a stage over devices, and checks of it. Imports no torch: recipes are checked without it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,9 +11,9 @@ from unspool.core.config import Config
 from unspool.core.errors import ConfigError
 from unspool.core.sizes import format_size
 
-# Environment variable with the path of a file. A rank that refuses the job, which no restart would change, writes its
-# message there and ends with exit code 0, so that torchrun neither restarts the ranks nor prints a traceback. Whoever
-# set the variable prints the message.
+# Environment variable with the path of a file. A rank that refuses the job, so that a restart would not help, writes
+# its message there and exits with code 0. So torchrun neither restarts the ranks nor prints a traceback. The program
+# that set the variable prints the message.
 REFUSAL = "UNSPOOL_REFUSAL"
 
 
@@ -58,7 +58,7 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """The part of a stage that a layout must fit."""
+    """The settings of a stage that a layout must fit."""
 
     num_heads: int
     num_kv_heads: int
@@ -66,12 +66,12 @@ class Work:
     batch_tokens: int  # tokens per step
     micro_batch_tokens: int  # tokens per forward pass
     document_masks: bool  # whether rows can hold several documents that must not attend to each other
-    not_on_ring: str | None = None  # what the model's attention does that a ring cannot compute
+    not_on_ring: str | None = None  # feature of the model's attention that a ring cannot compute
     kv_heads_at_once: int | None = None  # attention_heads_at_once
 
 
 def settle_layout(config: ParallelConfig, world_size: int) -> Layout:
-    """The layout on `world_size` ranks. Raises a ConfigError if the axes do not multiply to it."""
+    """Return the layout on `world_size` ranks; ConfigError if the product of the axes is not `world_size`."""
     others = {"ulysses": config.ulysses, "ring": config.ring, "replicate": config.replicate}
     product = prod(others.values())
     if world_size % product:
@@ -83,7 +83,7 @@ def settle_layout(config: ParallelConfig, world_size: int) -> Layout:
     rest = world_size // product
     if config.shard not in ("auto", rest):
         raise ConfigError(
-            f"parallel: shard={config.shard} times the other axes makes {int(config.shard) * product} ranks, and this "
+            f"parallel: shard={config.shard} times the other axes is {int(config.shard) * product} ranks, but this "
             f"run has {world_size}; use shard {rest} or auto."
         )
     return Layout(replicate=config.replicate, shard=rest, ring=config.ring, ulysses=config.ulysses)
@@ -106,12 +106,12 @@ def check_layout(layout: Layout, work: Work) -> None:
         raise ConfigError(
             f"parallel: a step of {micro_batches} micro-batches ({format_size(work.micro_batch_tokens)} tokens each) "
             f"does not divide among replicate × shard = {layout.data_ranks} groups of ranks; set {fitting}, or let "
-            "more ranks share a row by ulysses or ring."
+            "more ranks share a row with ulysses or ring."
         )
 
 
 def fits_heads(degree: int, num_heads: int, num_kv_heads: int) -> bool:
-    """Whether `degree` ranks get equally many query heads, and whole KV heads or one shared KV head each."""
+    """Return whether `degree` ranks get equally many query heads, and whole KV heads or one shared KV head each."""
     return num_heads % degree == 0 and (num_kv_heads % degree == 0 or degree % num_kv_heads == 0)
 
 
@@ -165,7 +165,7 @@ def _check_ring(layout: Layout, work: Work) -> None:
 
 
 def not_on_ring(config: Mapping[str, Any], context_length: int) -> str | None:
-    """What attention of this model config does at a context length that a ring cannot compute; None if nothing."""
+    """Return the feature of a model's attention at a context length that a ring cannot compute; None without one."""
     if config.get("attn_logit_softcapping"):
         return "logit soft-caps"
     if config.get("model_type") == "gpt_oss":
@@ -177,7 +177,7 @@ def not_on_ring(config: Mapping[str, Any], context_length: int) -> str | None:
 
 
 def _parts(num_kv_heads: int, at_once: int | None) -> set[int]:
-    """Numbers of KV heads per call of the attention kernel."""
+    """Return the numbers of KV heads per call of the attention kernel."""
     at_once = min(at_once or num_kv_heads, num_kv_heads)
     return {at_once, num_kv_heads % at_once} - {0}
 

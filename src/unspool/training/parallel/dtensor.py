@@ -1,4 +1,4 @@
-"""Tensors that ranks shard among them (`DTensor`), and plain ones, through the same functions."""
+"""Functions for tensors that ranks shard (`DTensor`) and for plain tensors."""
 
 from typing import Any, cast
 
@@ -17,13 +17,13 @@ def is_sharded(model: Any) -> bool:
 
 
 def reshard(model: Any) -> None:
-    """Free what FSDP leaves gathered (the head) after a forward pass without a backward pass."""
+    """Free the weights that FSDP leaves gathered (the head) after a forward pass without a backward pass."""
     if isinstance(model, FSDPModule):
         model.reshard()
 
 
 def local_shard(tensor: Tensor) -> Tensor:
-    """The memory of this rank's shard, not a copy."""
+    """Return the memory of this rank's shard, not a copy."""
     if not isinstance(tensor, DTensor):
         return tensor.detach()
     with torch.no_grad():
@@ -32,7 +32,7 @@ def local_shard(tensor: Tensor) -> Tensor:
 
 
 def rows_per_rank(parameter: Tensor) -> int:
-    """Rows of a parameter on each rank but the last ones, which have fewer; all of them where it is not sharded."""
+    """Return the rows of a parameter per rank (the last ranks have fewer); all rows if it is not sharded."""
     rows = len(parameter)
     if isinstance(parameter, DTensor):
         for axis, placement in enumerate(parameter.placements):
@@ -43,7 +43,7 @@ def rows_per_rank(parameter: Tensor) -> int:
 
 
 def local_rows(parameter: Tensor) -> slice:
-    """Rows of a parameter that this rank holds: equally many on each rank but the last ones, as torch shards."""
+    """Return the rows of a parameter that this rank holds: equally many per rank except the last ones, as in torch."""
     rows, size = slice(0, len(parameter)), rows_per_rank(parameter)
     if not isinstance(parameter, DTensor):
         return rows
@@ -56,29 +56,29 @@ def local_rows(parameter: Tensor) -> slice:
 
 
 def as_shard_of(shard: Tensor, like: Tensor | None, *, num_rows: int | None = None) -> Tensor:
-    """`shard` as this rank's shard of a tensor of `num_rows` rows that is sharded as `like` is, on any device."""
+    """Return `shard` as this rank's shard of a tensor with `num_rows` rows, sharded like `like`, on any device."""
     if not isinstance(like, DTensor):
         return shard
     rows = len(like) if num_rows is None else num_rows
     shape = torch.Size((rows, *shard.shape[1:]))
     meta = TensorMeta(shape, torch.empty(shape, device="meta").stride(), shard.dtype)
-    # By its constructor: `from_local` would move a shard in host memory to the mesh's device.
+    # Use the constructor: `from_local` would move a shard in host memory to the mesh's device.
     spec = DTensorSpec(like.device_mesh, like.placements, tensor_meta=meta)
     return DTensor(shard, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """A tensor gathered from all ranks, which all must call this; a plain tensor is returned as it is."""
+    """Gather a tensor from all ranks, which must all call this; a plain tensor is returned unchanged."""
     if not isinstance(tensor, DTensor):
         return tensor
-    # gloo's gather would read GPU memory as if it were the host's, and end the process.
+    # gloo's gather would read GPU memory as host memory, and crash the process.
     by_host = is_gloo_on_gpu(tensor, tensor.device_mesh.get_group(0))
     shards = cast(DTensor, tensor.cpu()) if by_host else tensor
     return shards.full_tensor().to(tensor.device)
 
 
 def compute_device(model: Any) -> torch.device:
-    """The device that a model computes on, also while its weights are offloaded to host memory."""
+    """Return the device that a model computes on, also if its weights are offloaded to host memory."""
     weight = next(model.parameters())
     if not isinstance(weight, DTensor):
         device: torch.device = weight.device

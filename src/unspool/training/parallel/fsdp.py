@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from unspool.core.errors import ConfigError
 from unspool.models.attention.interface import NAME, register
+from unspool.models.attention.padding import skip_masks
 from unspool.models.checks import layers_of
 from unspool.models.rotary import apply_head_bases, decide_by_document, head_bases, plain_config
 from unspool.models.weight_files import weight_files
@@ -30,7 +31,7 @@ from unspool.training.step import METHOD, loss_pass
 
 
 def apply_fsdp(model: Any, mesh: DeviceMesh, *, offload: bool = False, layers_together: int = 1) -> None:
-    """Shard weights, gradients and optimizer state over ranks, in place. A layer is gathered only while it computes.
+    """Shard weights, gradients and optimizer state over ranks, in place. Layers are gathered only while they compute.
 
     A parameter's gradient is the *sum* over all ranks in fp32, because each rank's loss is its part of the step's sum
     divided by the step's token count. On CUDA, layers compute in bf16, and shards keep the model's own precision.
@@ -40,7 +41,7 @@ def apply_fsdp(model: Any, mesh: DeviceMesh, *, offload: bool = False, layers_to
     on_cuda = mesh.device_type == "cuda"
     options: dict[str, Any] = {
         "mesh": weights_mesh(mesh),
-        # Layers receive the output of earlier layers in the precision it was computed in.
+        # Layers receive the output of earlier layers in its own precision.
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=torch.bfloat16 if on_cuda else None, reduce_dtype=torch.float32, cast_forward_inputs=False
         ),
@@ -53,7 +54,7 @@ def apply_fsdp(model: Any, mesh: DeviceMesh, *, offload: bool = False, layers_to
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if embedding.weight is not head.weight:
         fully_shard(embedding, **options)
-        # The embedding's gradient needs no weight.
+        # The embedding's gradient does not need its weight.
         embedding.set_unshard_in_backward(False)
     fully_shard(model, **options)
     sum_gradients(model)
@@ -62,7 +63,7 @@ def apply_fsdp(model: Any, mesh: DeviceMesh, *, offload: bool = False, layers_to
 
 
 def sum_gradients(model: nn.Module) -> None:
-    """Sum gradients instead of averaging them, by sum reductions alone: gloo has no other."""
+    """Sum gradients instead of averaging them, with sum reductions only, because gloo has no other."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -71,7 +72,7 @@ def sum_gradients(model: nn.Module) -> None:
 
 @torch.no_grad()
 def unshard_model(model: Any, *, dtype: torch.dtype, is_leader: bool) -> Any:
-    """Gather a sharded model for export. All ranks must call this; all but the leader get None."""
+    """Gather a sharded model for export. All ranks must call this; only the leader gets the model, others None."""
     weights = {}
     for name, parameter in model.named_parameters():
         value = full_tensor(parameter.detach()).to(dtype)
@@ -96,11 +97,12 @@ def unshard_model(model: Any, *, dtype: torch.dtype, is_leader: bool) -> Any:
 
 
 def build_empty(config: Any, *, dtype: torch.dtype = torch.float32) -> Any:
-    """The model with our attention, in eval mode, on the meta device: without memory for its weights."""
+    """Build the model with our attention, in eval mode, on the meta device: without memory for its weights."""
     register()
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, attn_implementation=NAME, dtype=dtype)
     decide_by_document(model)
+    skip_masks(model)
     return model.eval()
 
 
@@ -108,8 +110,8 @@ def build_empty(config: Any, *, dtype: torch.dtype = torch.float32) -> Any:
 def load_shards(model: Any, folder: Path, device: torch.device) -> None:
     """Read safetensors from `folder` into the shards of `model`, on `device`.
 
-    The model comes from `build_empty` and `parallelize`; apply RoPE settings afterwards. No rank holds more than its
-    shards and one of them in the file's precision. Weights are those of plain loading, bit for bit.
+    The model comes from `build_empty` and `parallelize`; apply RoPE settings afterwards. A rank holds its shards and
+    one shard in the file's precision. The weights equal those of plain loading, bit for bit.
     """
     model.to_empty(device=device)
     _fill_buffers(model, device)
@@ -130,13 +132,13 @@ def load_shards(model: Any, folder: Path, device: torch.device) -> None:
 
 
 def read_rows(piece: Any, rows: slice) -> Tensor:
-    """Read some rows of a tensor from its file, without the others."""
+    """Read some rows of a tensor from its file, without reading the other rows."""
     found: Tensor = piece[rows]
     return found
 
 
 def sharded_load_problem(config: Any, folder: Path) -> str | None:
-    """Why the weights in `folder` cannot be read shard by shard; None if they can."""
+    """Return why the weights in `folder` cannot be read shard by shard; None if they can."""
     model = build_empty(config)
     try:
         _refuse_other_buffers(model)
@@ -149,7 +151,7 @@ def sharded_load_problem(config: Any, folder: Path) -> str | None:
 
 
 def _stored_name(name: str, files: dict[str, Path], model: Any, folder: Path) -> str:
-    """The name of a parameter in the files, which may use either name of tied weights."""
+    """Return the name of a parameter in the files, which may use either name of tied weights."""
     if name in files:
         return name
     parameter = model.get_parameter(name)
@@ -164,7 +166,7 @@ def _stored_name(name: str, files: dict[str, Path], model: Any, folder: Path) ->
 
 
 def _fill_buffers(model: Any, device: torch.device) -> None:
-    """Compute the RoPE tables, which no file stores. Other buffers are refused, because they would stay empty."""
+    """Compute the RoPE tables, which files do not store. Other buffers are refused, because they would stay empty."""
     _refuse_other_buffers(model)
     backbone = model.base_model
     backbone.rotary_emb = type(backbone.rotary_emb)(model.config).to(device)

@@ -1,8 +1,8 @@
-"""The ranks of a run as a grid with named axes, and what ranks do together.
+"""The ranks of a run as a mesh with named axes, and operations over ranks.
 
-The mesh has the axes (replicate, shard, ring, ulysses). Ranks that differ in ring or ulysses share a row; neighbors do
-so first, because they exchange most. Ranks that differ in replicate or shard train on different rows. Ranks that differ
-in anything but replicate hold different shards of the weights.
+The mesh has the axes (replicate, shard, ring, ulysses). Ranks that differ in ring or ulysses share a row; these are
+neighbors, because they exchange most. Ranks that differ in replicate or shard train on different rows. Ranks that
+differ in any axis but replicate hold different shards of the weights.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ AXES = ("replicate", "shard", "ring", "ulysses")
 
 @dataclass(frozen=True, kw_only=True)
 class RankCoords:
-    """Which rows of a step belong to one rank, and which part of each row."""
+    """The rows of a step that belong to one rank, and its part of each row."""
 
     data_rank: int
     data_ranks: int
@@ -42,7 +42,7 @@ def build_mesh(config: ParallelConfig, world_size: int, device_type: str) -> Dev
 
 
 def weights_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The mesh for FSDP: (replicate, weights), or weights alone where there is one replica."""
+    """Return the mesh for FSDP: (replicate, weights), or only weights if there is one replica."""
     replicate = mesh["replicate"].size()
     if replicate == 1:
         return DeviceMesh(mesh.device_type, mesh.mesh.flatten(), mesh_dim_names=("weights",))
@@ -50,7 +50,7 @@ def weights_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def rank_coords(mesh: DeviceMesh) -> RankCoords:
-    """This rank's coordinates."""
+    """Return this rank's coordinates."""
     sizes = dict(zip(AXES, mesh.mesh.shape, strict=True))
     ranks = {axis: mesh.get_local_rank(axis) for axis in AXES}
     return RankCoords(
@@ -63,17 +63,17 @@ def rank_coords(mesh: DeviceMesh) -> RankCoords:
 
 
 def group_of(mesh: DeviceMesh, axis: str) -> Any:
-    """The process group of this rank along `axis`; None if it is the only rank there."""
+    """Return the process group of this rank along `axis`; None if it is the only rank there."""
     return mesh.get_group(axis) if mesh[axis].size() > 1 else None
 
 
 def is_gloo_on_gpu(tensor: Tensor, group: Any) -> bool:
-    """Whether gloo would send this GPU tensor, as where ranks share a GPU. It supports only some collectives."""
+    """Return whether gloo would send this GPU tensor (if ranks share a GPU). gloo supports only some collectives."""
     return bool(tensor.is_cuda and group._get_backend(tensor.device).name() == "gloo")
 
 
 def sum_over_ranks(values: Sequence[float], mesh: DeviceMesh) -> list[float]:
-    """Sums over all ranks in float64, for token counts and losses."""
+    """Return sums over all ranks in float64, for token counts and losses."""
     if mesh.size() == 1:
         return [float(value) for value in values]
     assert mesh.size() == dist.get_world_size(), "the mesh holds all ranks"
@@ -83,7 +83,7 @@ def sum_over_ranks(values: Sequence[float], mesh: DeviceMesh) -> list[float]:
 
 
 T = TypeVar("T")
-# Every barrier and broadcast of a job has a name of its own; ranks reach them in the same order.
+# Every barrier and broadcast of a job has its own name; ranks reach them in the same order.
 _NUMBERS = count()
 
 
@@ -111,7 +111,7 @@ class DistContext:
 
 
 def from_leader(ranks: Ranks, make: Callable[[], T]) -> T:
-    """Call `make` on the leader and broadcast its result, which JSON must be able to hold. The others wait."""
+    """Call `make` on the leader and broadcast its JSON-compatible result. The other ranks wait."""
     if ranks.world_size == 1:
         return make()
     made = make() if ranks.is_leader else None
@@ -120,7 +120,7 @@ def from_leader(ranks: Ranks, make: Callable[[], T]) -> T:
 
 
 def gather_on_leader(ranks: Ranks, value: T) -> list[T]:
-    """On the leader the values of all ranks, which JSON must be able to hold; else empty."""
+    """Return the JSON-compatible values of all ranks on the leader; an empty list on other ranks."""
     return ranks.gather(f"gathered {next(_NUMBERS)}", value)
 
 
@@ -129,7 +129,7 @@ def single_rank(device: torch.device) -> Ranks:
 
 
 def build_dist_context(config: ParallelConfig, ranks: Ranks) -> DistContext:
-    """Raises a ConfigError if `parallel` does not fit the number of ranks."""
+    """Build the context of this rank; ConfigError if `parallel` does not fit the number of ranks."""
     settle_layout(config, ranks.world_size)
     mesh: Any = build_mesh(config, ranks.world_size, ranks.device.type) if ranks.world_size > 1 else None
     return DistContext(ranks, mesh)

@@ -1,8 +1,8 @@
-"""The ranks of a job: who this process is, how it reaches the others, and how it ends when one of them fails.
+"""The ranks of a job: this process's rank, the rendezvous with the others, and the exit when one fails.
 
-`init_ranks` reads what torchrun (or srun and Ray through it) sets in the environment: RANK, WORLD_SIZE, LOCAL_RANK,
-MASTER_ADDR, MASTER_PORT. Without those variables, or with one rank, there is no process group. A rank that raises,
-dies or hangs ends the job within a minute, and one message names it and its step (watchdog.py).
+`init_ranks` reads the environment variables that torchrun sets (also under srun and Ray): RANK, WORLD_SIZE, LOCAL_RANK,
+MASTER_ADDR, MASTER_PORT. Without them, or with one rank, there is no process group. A rank that raises, dies or hangs
+ends the job within a minute, and one message names the rank and its step (watchdog.py).
 """
 
 import json
@@ -30,7 +30,7 @@ from unspool.training.parallel.watchdog import NO_STEP, Limits, Watchdog, announ
 
 @dataclass(frozen=True, kw_only=True)
 class RankEnv:
-    """This process as its environment describes it."""
+    """This process's rank, as described by the environment."""
 
     rank: int
     world_size: int
@@ -83,7 +83,7 @@ def read_rank_env(env: Mapping[str, str]) -> RankEnv:
 
 
 def pick_backend(device_type: str, rank_env: RankEnv, *, num_devices: int) -> tuple[torch.device, str]:
-    """This rank's device, and its torch.distributed backend."""
+    """Return this rank's device and its torch.distributed backend."""
     if device_type == "cpu":
         return torch.device("cpu"), "gloo"
     if num_devices == 0:
@@ -97,10 +97,10 @@ USER_ERROR = 2  # exit code of the command for an UnspoolError
 
 
 class CommonError(ConfigError):
-    """Raised on all ranks at the same place. Rank 0 prints it."""
+    """An error that all ranks raise at the same place. Rank 0 prints it."""
 
 
-# A collective's own timeout is the last resort: heartbeats notice earlier, and know which rank it was.
+# The timeout of a collective is the last resort: heartbeats detect failures earlier and identify the rank.
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 RENDEZVOUS_TIMEOUT = timedelta(minutes=10)
 MIN_POLL, MAX_POLL = 0.02, 1.0  # seconds between two requests to the store, which hundreds of ranks may send
@@ -108,7 +108,7 @@ MIN_POLL, MAX_POLL = 0.02, 1.0  # seconds between two requests to the store, whi
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """This process among the others of its job."""
+    """This process as a rank of its job."""
 
     rank: int
     world_size: int
@@ -116,7 +116,7 @@ class Ranks:
     device: torch.device
     watchdog: Watchdog | None = field(default=None, repr=False, compare=False)
     store: Any = field(default=None, repr=False, compare=False)  # for the main thread
-    uses: dict[str, int] = field(default_factory=dict, repr=False, compare=False)  # uses of each name
+    uses: dict[str, int] = field(default_factory=dict, repr=False, compare=False)  # number of uses of each name
 
     @property
     def is_leader(self) -> bool:
@@ -124,17 +124,17 @@ class Ranks:
         return self.rank == 0
 
     def enter_step(self, step: int, activity: str = "computing") -> None:
-        """Mark progress inside of `step`. The watchdog limits the time until the next mark."""
+        """Mark progress inside `step`. The watchdog limits the time until the next mark."""
         if self.watchdog is not None:
             self.watchdog.mark(step, activity, timed=True)
 
     def leave_step(self, activity: str, step: int = NO_STEP) -> None:
-        """Mark work without a time limit until the next `enter_step`: loading, a checkpoint, an export."""
+        """Start work without a time limit, such as loading, a checkpoint or an export, until the next `enter_step`."""
         if self.watchdog is not None:
             self.watchdog.mark(step, activity, timed=False)
 
     def barrier(self, name: str) -> None:
-        """Wait for all ranks, for as long as they live."""
+        """Wait for all ranks, without a timeout while they are alive."""
         if self.store is None:
             return
         key = self._unique_key(f"barrier/{name}")
@@ -143,7 +143,7 @@ class Ranks:
         self._wait(f"{key}/all")
 
     def broadcast(self, name: str, value: Any = None) -> Any:
-        """The leader's `value`, which JSON must be able to hold, on all ranks."""
+        """Return the leader's JSON-compatible `value` on all ranks."""
         if self.store is None:
             return value
         key = self._unique_key(f"broadcast/{name}")
@@ -154,7 +154,7 @@ class Ranks:
         return json.loads(self.store.get(key))
 
     def gather(self, name: str, value: Any) -> list[Any]:
-        """On the leader the values of all ranks, in their order, which JSON must be able to hold; else empty."""
+        """Return the JSON-compatible values of all ranks, in order, on the leader; an empty list on other ranks."""
         if self.store is None:
             return [value]
         key = self._unique_key(f"gather/{name}")
@@ -167,7 +167,7 @@ class Ranks:
         return [json.loads(self.store.get(each)) for each in keys]
 
     def any(self, flag: bool) -> bool:
-        """Whether `flag` is true on any rank. A collective, which all ranks must call."""
+        """Return whether `flag` is true on any rank. A collective: all ranks must call it."""
         if self.world_size == 1:
             return flag
         found = torch.tensor([int(flag)])
@@ -175,12 +175,12 @@ class Ranks:
         return bool(found.item())
 
     def _unique_key(self, name: str) -> str:
-        """A new key for each use of a name; all ranks use it in the same order."""
+        """Return a new key for each use of a name; all ranks use names in the same order."""
         self.uses[name] = self.uses.get(name, 0) + 1
         return f"{name}/{self.uses[name]}"
 
     def _wait(self, key: str) -> None:
-        # Not the store's own wait, which has a timeout; the watchdog ends this process if another rank fails.
+        # Not `store.wait`, which has a timeout; the watchdog ends this process if another rank fails.
         pause = MIN_POLL
         while not self.store.check([key]):
             time.sleep(pause)
@@ -191,7 +191,7 @@ class Ranks:
 def init_ranks(
     device_type: str, *, env: Mapping[str, str] = os.environ, limits: Limits | None = None
 ) -> Iterator[Ranks]:
-    """Join the other ranks of this job, as the environment describes it, for the duration of the block."""
+    """Join the other ranks of the job described by the environment, for the duration of the block."""
     rank_env = read_rank_env(env)
     device, backend = pick_backend(device_type, rank_env, num_devices=torch.cuda.device_count())
     if device.type == "cuda":
@@ -218,7 +218,7 @@ def init_ranks(
         store=store,
     )
     watchdog.start()
-    # From here on every rank has sent a heartbeat.
+    # From here on, every rank has sent a heartbeat.
     mine.barrier("started")
     with _handle_sigterm():
         try:
@@ -234,7 +234,7 @@ def init_ranks(
 
 
 def _connect(rank_env: RankEnv) -> Any:
-    """The rendezvous store, which torchrun's agent or rank 0 hosts."""
+    """Connect to the rendezvous store, which torchrun's agent or rank 0 hosts."""
     try:
         store = TCPStore(
             rank_env.host,
@@ -260,17 +260,17 @@ def _fail(watchdog: Watchdog, rank_env: RankEnv, error: BaseException) -> None:
     """End this rank with `error`, unless another rank's failure caused it. Always raises."""
     rank = rank_env.rank
     if threading.current_thread() is threading.main_thread():
-        # torchrun sends SIGTERM as soon as a rank has exited, and this one is about to print which.
+        # torchrun sends SIGTERM as soon as a rank has exited; ignore it until the message is printed.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if isinstance(error, SystemExit) and not isinstance(error, _TerminatedError):
-        watchdog.stop()  # all ranks were asked to stop
+        watchdog.stop()  # all ranks received the stop signal
         raise error
     try:
         caused_elsewhere = isinstance(error, _TerminatedError) or _lost_connection(error)
         if caused_elsewhere and watchdog.await_failure() is not None:
             raise SystemExit(exit_code()) from None
         if isinstance(error, _TerminatedError):
-            raise error  # the whole job is being stopped
+            raise error  # the whole job is stopping
         if isinstance(error, CommonError) and rank != 0:
             raise SystemExit(0 if os.environ.get(REFUSAL) else USER_ERROR) from None  # rank 0 prints it
         sentence = explain(error)
@@ -297,28 +297,28 @@ def _fail(watchdog: Watchdog, rank_env: RankEnv, error: BaseException) -> None:
 
 
 def _note_refusal(sentence: str, rank: int) -> bool:
-    """Leave the message of an error that only the user can fix to whoever started the ranks, if they asked."""
+    """Write the message of an error that only the user can fix to the file of the launcher, if it has set one."""
     path = os.environ.get(REFUSAL)
     if not path:
         return False
-    with suppress(OSError), Path(path).open("x", encoding="utf-8") as file:  # another rank may have been first
+    with suppress(OSError), Path(path).open("x", encoding="utf-8") as file:  # another rank may have written it first
         file.write(sentence if rank == 0 else f"rank {rank}: {sentence}")
     return Path(path).exists()
 
 
 def _lost_connection(error: BaseException) -> bool:
-    """Whether a collective failed, as it does on all ranks when one has died."""
+    """Return whether a collective failed, as on all ranks after one has died."""
     words = ("gloo", "nccl", "connection", "peer", "socket", "broken pipe", "timed out")
     return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in words)
 
 
 class _TerminatedError(SystemExit):
-    """SIGTERM outside of steps: torchrun sends it when another rank has failed, or the whole job is being stopped."""
+    """SIGTERM outside of steps: torchrun sends it when another rank has failed or the whole job stops."""
 
 
 @contextmanager
 def _handle_sigterm() -> Iterator[None]:
-    """Turn SIGTERM into an exception; inside of steps, a stage handles the signal itself."""
+    """Turn SIGTERM into an exception; inside steps, the stage handles the signal itself."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

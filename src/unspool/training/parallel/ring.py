@@ -1,10 +1,11 @@
-"""Ring attention: exact causal attention over a row on several ranks, by passing keys and values around.
+"""Ring attention: exact causal attention over a row on several ranks that pass keys and values around.
 
-Each rank has one piece from the front of the row and one from its back (`sequence_part`), so that all have equally much
-to compute. Blocks are merged by their log-sum-exp in fp32, and messages have the same order in every pass. It computes
-full causal attention of one document and refuses everything else. Keys and values of the row pass every rank, and
-their gradients with them; unlike Ulysses it has no limit by heads. torch's own context parallelism is not used: it has
-no CPU kernels and patches attention for the whole process, so that it could not be compared with one rank.
+Each rank has one piece from the front of the row and one from its back (`sequence_part`), so that all ranks compute
+equally much. Blocks are merged by their log-sum-exp in fp32, and messages have the same order in every pass. The ring
+computes full causal attention of one document and refuses everything else. Keys and values of the row pass through
+every rank, followed by their gradients. Unlike Ulysses, the number of heads does not limit the number of ranks. torch's
+own context parallelism is not used: it has no CPU kernels, and it patches attention for the whole process, so it could
+not be compared with one rank.
 """
 
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ Grads = tuple[Tensor, Tensor, Tensor]
 
 
 def block(query: Tensor, key: Tensor, value: Tensor, scale: float, *, causal: bool) -> tuple[Tensor, Tensor]:
-    """Attention of some queries to some keys: output and log-sum-exp, both fp32. Causal: query i sees keys 0 to i."""
+    """Attend from some queries to some keys: return output and log-sum-exp, fp32. Causal: query i sees keys 0 to i."""
     key, value = repeat_kv_heads(query, key, value)
     if _has_flash(query):
         flash: Any = torch.ops.aten._scaled_dot_product_flash_attention
@@ -41,7 +42,7 @@ def block(query: Tensor, key: Tensor, value: Tensor, scale: float, *, causal: bo
 def block_backward(
     grad: Tensor, heads: tuple[Tensor, Tensor, Tensor], out: Tensor, log_sum: Tensor, scale: float, *, causal: bool
 ) -> Grads:
-    """Gradients of query, key and value from this block, in fp32."""
+    """Return the gradients of query, key and value from this block, in fp32."""
     query, num_kv = heads[0], heads[1].shape[1]
     key, value = repeat_kv_heads(*heads)
     if _has_flash(query):
@@ -101,7 +102,7 @@ def _has_flash(query: Tensor) -> bool:
 
 
 def ring_attention(inputs: AttentionInputs, group: Any) -> Tensor:
-    """[1, own tokens, H, D] from [1, H, own tokens, D]."""
+    """Return [1, own tokens, H, D] from heads [1, H, own tokens, D]."""
     _refuse_unsupported(inputs)
     out: Tensor = _Ring.apply(*inputs.heads, inputs.scale, group)  # type: ignore[no-untyped-call]
     return out.transpose(1, 2)
@@ -111,7 +112,7 @@ def _refuse_unsupported(inputs: AttentionInputs) -> None:
     assert inputs.doc_lens is not None
     if len(inputs.doc_lens) > 1:
         raise ConfigError(
-            f"parallel: ring needs rows of one document, and this batch holds {len(inputs.doc_lens)}; use ring 1 and "
+            f"parallel: ring needs rows of one document, but this batch holds {len(inputs.doc_lens)}; use ring 1 and "
             "ulysses, or attention: full with one row per micro-batch."
         )
     asked = {"sliding windows": inputs.window, "capped scores": inputs.softcap, "sinks": inputs.sinks}
@@ -146,7 +147,7 @@ class _Ring(torch.autograd.Function):
         rank, ranks = dist.get_rank(ctx.group), dist.get_world_size(ctx.group)
         query_grad = torch.zeros_like(query, dtype=torch.float32)
         current = _pack(key, value)
-        # The gradients of keys and values follow them one turn behind, and return to their rank at the end.
+        # The gradients of keys and values follow one turn behind them, and end on their own rank.
         sums = torch.zeros_like(current, dtype=torch.float32)
         for turn in range(ranks):
             incoming = _start_exchange(current, ctx.group) if turn < ranks - 1 else None
@@ -166,7 +167,7 @@ class _Ring(torch.autograd.Function):
 
 
 def _visible_block(num_tokens: int, rank: int, source: int) -> tuple[slice, slice, bool]:
-    """Own queries, keys of rank `source` that they attend to, and whether causally.
+    """Return own queries, the keys of rank `source` that they attend to, and whether attention is causal.
 
     Rank r has pieces r and 2R − 1 − r. So all queries see the first piece of an earlier rank, and the second half of
     the queries sees both pieces of a later rank.
@@ -178,14 +179,14 @@ def _visible_block(num_tokens: int, rank: int, source: int) -> tuple[slice, slic
 
 
 def _merge(out: Tensor, log_sum: Tensor, more: Tensor, more_sum: Tensor) -> None:
-    """Merge a block into `out` in place: the softmax over both sets of keys."""
+    """Merge a block into `out` in place: the result is the softmax over both sets of keys."""
     both = torch.logaddexp(log_sum, more_sum)
     out.mul_((log_sum - both).exp()[..., None]).add_(more * (more_sum - both).exp()[..., None])
     log_sum.copy_(both)
 
 
 def _pack(key: Tensor, value: Tensor) -> Tensor:
-    """One tensor, to send one message instead of two."""
+    """Pack two tensors into one, to send one message instead of two."""
     return torch.cat([key.reshape(-1), value.reshape(-1)])
 
 
@@ -195,10 +196,10 @@ def _unpack(flat: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _start_exchange(tensor: Tensor, group: Any) -> tuple[Tensor, list[Any]]:
-    """Start sending to the next rank and receiving from the one before."""
+    """Start sending to the next rank and receiving from the previous rank."""
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     if is_gloo_on_gpu(tensor, group):
-        # It sends from host memory only.
+        # gloo sends only from host memory.
         tensor = tensor.cpu()
     received = torch.empty_like(tensor)
     messages = [

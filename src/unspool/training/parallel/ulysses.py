@@ -1,12 +1,12 @@
-"""Ulysses: attention over a row on several ranks, by exchanging heads for tokens.
+"""Ulysses: attention over a row on several ranks that exchange heads for tokens.
 
-Before the kernel, each rank sends queries, keys and values of its tokens, and receives the whole row for some heads, on
-which any kernel, mask and window works. KV heads are not repeated where every rank gets whole ones; otherwise a rank
-gets the one that its query heads share. There is one collective before the kernel and one after it, also backward,
-always in the same order, so that recomputed layers repeat them. Per token and layer, 2 × query heads + 2 × KV heads are
-sent: 80 slices for Llama-3-8B.
+Before the kernel, each rank sends queries, keys and values of its tokens, and receives the whole row for some heads. So
+any kernel, mask and window works. KV heads are not repeated if every rank gets whole KV heads; otherwise a rank gets
+the KV head that its query heads share. There is one collective before the kernel and one after it, also in the backward
+pass, always in the same order, so that recomputed layers repeat them. Per token and layer, 2 × query heads + 2 × KV
+heads are sent: 80 slices for Llama-3-8B.
 
-torch's differentiable all-to-all is not used: these functions pack straight into the send buffer, which saves copies,
+torch's differentiable all-to-all is not used: these functions pack directly into the send buffer, which saves copies,
 and sum the gradients of shared KV heads in a fixed order.
 """
 
@@ -21,20 +21,20 @@ Heads = tuple[Tensor, Tensor, Tensor]  # query, key, value
 
 
 def gather_tokens(query: Tensor, key: Tensor, value: Tensor, group: Any) -> Heads:
-    """From [1, all heads, own tokens, D] to [1, own heads, all tokens, D], tokens in the order of ranks."""
+    """Exchange [1, all heads, own tokens, D] for [1, own heads, all tokens, D], with tokens in rank order."""
     assert len(query) == 1, "a packed batch is one sequence"
     heads: Heads = _Gather.apply(query, key, value, group)  # type: ignore[no-untyped-call]
     return heads
 
 
 def gather_heads(out: Tensor, group: Any) -> Tensor:
-    """From [1, all tokens, own heads, D] back to [1, own tokens, all heads, D]."""
+    """Exchange [1, all tokens, own heads, D] for [1, own tokens, all heads, D]."""
     gathered: Tensor = _Return.apply(out, group)  # type: ignore[no-untyped-call]
     return gathered
 
 
 def own_query_heads(per_query_head: Tensor, group: Any) -> Tensor:
-    """The entries of a per-query-head tensor for the heads that this rank computes."""
+    """Return the entries of a per-query-head tensor for the heads that this rank computes."""
     return per_query_head.tensor_split(dist.get_world_size(group))[dist.get_rank(group)]
 
 
@@ -75,7 +75,7 @@ class _Return(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, out: Tensor, group: Any) -> Tensor:
         ctx.group, degree = group, dist.get_world_size(group)
-        # Already ordered by token, and tokens by rank.
+        # Already in token order, and tokens in rank order.
         received = _all_to_all(_unflatten(out[0], 0, out.shape[1] // degree), group)
         return received.transpose(0, 1).flatten(1, 2)[None]
 
@@ -88,7 +88,7 @@ class _Return(torch.autograd.Function):
 
 
 def _width(shape: torch.Size, degree: int) -> int:
-    """Elements per token that one rank gets of this tensor: at least one head."""
+    """Return the elements per token that one rank gets of this tensor: at least one head."""
     return max(1, shape[1] // degree) * shape[-1]
 
 

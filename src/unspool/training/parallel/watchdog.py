@@ -1,13 +1,14 @@
-"""Heartbeats between ranks, and the message that names a rank which died or hangs.
+"""Heartbeats between ranks, and the message that names a dead or hung rank.
 
 A rank fails in one of three ways: it reports an error itself (`report_failure`), its process dies (its heartbeats
-stop), or its main thread hangs (its heartbeats show no progress). The first message becomes the job's, and every rank
-exits within `Limits.grace` of it. Rank 0 watches all other ranks and they watch rank 0, so the store gets few requests
-from many ranks. A rank whose store does not answer, because the machine that hosts it has vanished, ends by itself. The
-cost is two threads per rank and a few bytes a second.
+stop), or its main thread hangs (its heartbeats show no progress). The first message becomes the job's message, and
+every rank exits within `Limits.grace` of it. Rank 0 watches all other ranks, and they watch rank 0, so the store gets
+few requests. A rank exits if the store does not answer, because the machine that hosts it is gone. The cost is two
+threads per rank and a few bytes per second.
 
-A rank hangs if it makes no progress for `Limits.hung_after`, or four times the longest time between two progress marks
-of this run if that is longer. The first two steps compile and get more time. torchrun restarts ranks, not this module.
+A rank counts as hung if it makes no progress for `Limits.hung_after`, or for four times the longest time between two
+progress marks of this run if that is longer. The first two steps compile and get more time. torchrun restarts ranks;
+this module does not.
 """
 
 import json
@@ -34,7 +35,7 @@ _RESUME = "stopping the job; rerun the same command to resume from the last chec
 
 @dataclass(frozen=True, kw_only=True)
 class Heartbeat:
-    """One rank's message about itself."""
+    """The status message of one rank."""
 
     number: int
     step: int  # NO_STEP: outside of steps
@@ -42,7 +43,7 @@ class Heartbeat:
     activity: str
     idle: float  # seconds since the last mark
     is_stuck: bool  # idle for too long
-    in_collective: bool  # the main thread is inside of torch.distributed
+    in_collective: bool  # whether the main thread is inside torch.distributed
     location: str  # innermost line of the main thread outside of torch
     lost_connection: bool = False
     has_left: bool = False  # it exited normally
@@ -50,23 +51,23 @@ class Heartbeat:
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """In seconds."""
+    """Time limits in seconds."""
 
     interval: float = 1.0
     dead_after: float = 25.0  # without a heartbeat; longer than any call that blocks all threads
-    dead_after_lost_connection: float = 4.0  # the same, once a rank has lost a connection
-    hung_after: float = 30.0  # without a progress mark inside of steps
+    dead_after_lost_connection: float = 4.0  # the same, after a rank has lost a connection
+    hung_after: float = 30.0  # without a progress mark inside steps
     hung_after_in_first_steps: float = 600.0
-    grace: float = 3.0  # for a rank to print its own error before its process is ended
+    grace: float = 3.0  # time for a rank to print its own error before its process is ended
 
 
 def exit_code() -> int:
-    """Exit code of a rank that ends because of another one."""
+    """Return the exit code of a rank that ends because of another rank."""
     return 0 if os.environ.get(REFUSAL) and Path(os.environ[REFUSAL]).exists() else FAILED
 
 
 def announce(text: str) -> None:
-    """Print from any rank, also from those that do not print progress."""
+    """Print from any rank, also from ranks that do not print progress."""
     print(text, file=sys.stderr, flush=True)
 
 
@@ -76,7 +77,7 @@ def dead_message(beats: Mapping[int, Heartbeat]) -> str:
 
 
 def hang_message(beats: Mapping[int, Heartbeat]) -> str:
-    """Name the ranks that the others wait for, as far as this is known."""
+    """Return a message that names the ranks that the others wait for, as far as known."""
     alive = {rank: beat for rank, beat in beats.items() if not beat.has_left}
     last = min((beat.step or sys.maxsize, beat.marks) for beat in alive.values())
     late = [rank for rank, beat in alive.items() if (beat.step or sys.maxsize, beat.marks) == last]
@@ -95,7 +96,7 @@ def at_step(step: int, activity: str) -> str:
 
 
 class Watchdog:
-    """Sends this rank's heartbeats and watches those of other ranks."""
+    """Sender of this rank's heartbeats, and monitor of those of other ranks."""
 
     def __init__(self, store: Any, *, rank: int, world_size: int, limits: Limits) -> None:
         self._store, self._rank, self._world_size, self._limits = store, rank, world_size, limits
@@ -117,7 +118,7 @@ class Watchdog:
         self._store_thread.start()
 
     def stop(self) -> None:
-        """This rank exits normally: missing heartbeats mean nothing from now on."""
+        """Stop before this rank exits normally: missing heartbeats are no failure from now on."""
         self._stop.set()
         self._thread.join(timeout=self._limits.interval + 1)
         self._has_left = True
@@ -125,9 +126,10 @@ class Watchdog:
             self._send()
 
     def wait_for_others(self, *, failed: bool) -> None:
-        """Keep the store, which this rank hosts, until the others have left.
+        """Keep the store, which this rank hosts, until the other ranks have left.
 
-        After a failure only for a short time; otherwise as long as a rank may be slow, since it fails without a store.
+        After a failure, wait only for a short time. Otherwise wait as long as a rank may be slow, because it fails
+        without a store.
         """
         until = time.monotonic() + (self._limits.grace if failed else self._limits.dead_after)
         with suppress(RuntimeError):
@@ -147,7 +149,7 @@ class Watchdog:
                 self._last = step
                 self._num_steps += 1
         if is_new:
-            # Send at once, so that a rank which dies before its next heartbeat is named with the right step.
+            # Send at once, so that the message has the right step if this rank dies before its next heartbeat.
             self._send()
 
     @property
@@ -155,7 +157,7 @@ class Watchdog:
         return at_step(self._step, self._activity)
 
     def await_failure(self) -> str | None:
-        """This rank lost a connection: the job's failure message, as soon as one is known; None if there is none."""
+        """Return the job's failure message after this rank lost a connection, as soon as there is one; else None."""
         self._lost_connection = True
         # Twice the limit, because the rank that notices may be slow as well.
         until = time.monotonic() + 2 * self._limits.dead_after_lost_connection + 4 * self._limits.interval
@@ -164,7 +166,7 @@ class Watchdog:
         return message
 
     def report_failure(self, message: str) -> bool:
-        """Make `message` the job's failure; False if there is one already."""
+        """Set `message` as the job's failure; return False if there is one already."""
         found: bytes = self._store.compare_set("failure", "", message)
         return found.decode() == message
 
@@ -192,18 +194,18 @@ class Watchdog:
                 return
             reason = str(error).strip().splitlines()[0][:200]
             announce(f"rank {self._rank} {self.position}: the rendezvous store does not answer any more ({reason})")
-        # The main thread may be inside of a call that never returns.
+        # The main thread may be inside a call that never returns.
         if not self._stop.wait(self._limits.grace):
             sys.stderr.flush()
             os._exit(exit_code())
 
     def _watch_store(self) -> None:
-        """End this process if the store does not answer: a request to a vanished machine may wait for hours."""
+        """End this process if the store does not answer: a request to a dead machine may wait for hours."""
         answers = silent = 0
         while not self._stop.wait(self._limits.interval):
             silent = silent + 1 if self._answers == answers else 0
             answers = self._answers
-            # Counted and not timed, because a call that blocks all threads blocks this one as well.
+            # Count checks instead of seconds, because a call that blocks all threads also blocks this one.
             if silent * self._limits.interval > self._limits.dead_after:
                 announce(
                     f"rank {self._rank} {self.position}: no answer from the rendezvous store for "
@@ -246,7 +248,7 @@ class Watchdog:
             return dead_message({rank: beats[rank] for rank in dead})
         beats[self._rank] = self._heartbeat()
         if any(beat.lost_connection for beat in beats.values()):
-            return None  # a rank will soon be known to be dead
+            return None  # a rank will soon be detected as dead
         if self._rank == 0 and any(beat.is_stuck for beat in beats.values()):
             return hang_message(beats)
         return None
@@ -271,7 +273,7 @@ def _key(rank: int) -> str:
 
 
 def _find_location(main: int | None) -> tuple[bool, str]:
-    """Whether the main thread is inside of torch.distributed, and its innermost line outside of torch."""
+    """Return whether the main thread is inside torch.distributed, and its innermost line outside of torch."""
     frames: Callable[[], Mapping[int, Any]] = sys._current_frames
     frame = frames().get(main or 0)
     if frame is None:

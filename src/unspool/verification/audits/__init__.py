@@ -1,1 +1,1 @@
-"""Auditing a training set-up that is not ours: probes of one optimizer step, with no knowledge of its code."""
+"""Audit any training setup by probing one optimizer step, without knowledge of its code."""

@@ -1,6 +1,6 @@
-"""Running somebody else's step and recording what the model really computed: inputs, states and their gradients.
+"""Run a user's step and record what the model computes: inputs, hidden states and gradients.
 
-The step may be anything that computes gradients, with or without an optimizer. Weights are restored afterwards.
+The step may be any code that computes gradients, with or without an optimizer. Weights are restored afterwards.
 """
 
 import copy
@@ -16,19 +16,19 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from unspool.core.errors import ConfigError
 from unspool.verification.audits.spans import Batch, token_ids
 
-# Computes one optimizer step over these micro-batches; may return its loss.
+# Computes one optimizer step over these micro-batches. May return its loss.
 StepFn = Callable[[Any, list[Any]], Any]
 
 
 @dataclass(kw_only=True)
 class Pass:
-    """One forward pass of the model, [B, T, …]."""
+    """Record of one forward pass of the model, [B, T, …]."""
 
     tokens: Tensor
-    positions: Tensor | None = None  # as the rotary module got them
-    tables: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)  # cos and sin by layer type, "" if one
-    hidden: Tensor  # of the last layer
-    is_coarse: bool = False  # computed in less than fp32
+    positions: Tensor | None = None  # input of the rotary module
+    tables: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)  # (cos, sin) by layer type; "" if only one
+    hidden: Tensor  # output of the last layer
+    is_coarse: bool = False  # computed in lower precision than fp32
     hidden_grad: Tensor | None = None  # None: the loss does not depend on this pass
 
 
@@ -36,12 +36,12 @@ class Pass:
 class StepRun:
     passes: list[Pass]
     loss: float | None  # what the step returned
-    grads: dict[str, Tensor]  # at the first optimizer step, or at the end
+    grads: dict[str, Tensor]  # at the first optimizer update, else at the end
     num_updates: int  # calls of an optimizer's `step`
 
 
 def unwrap(model: Any) -> Any:
-    """The model of `transformers` inside of DDP, PEFT or a compiled model."""
+    """The `transformers` model inside DDP, PEFT or a compiled model."""
     for name in ("module", "_orig_mod"):
         while isinstance(getattr(model, name, None), nn.Module):
             model = getattr(model, name)
@@ -49,13 +49,13 @@ def unwrap(model: Any) -> Any:
         model = model.get_base_model()
     if not all(hasattr(model, name) for name in ("base_model", "get_output_embeddings", "config")):
         raise ConfigError(
-            f"audit: {type(model).__name__} is not a causal language model of transformers; give the model itself."
+            f"audit: {type(model).__name__} is not a causal language model of transformers; pass the model itself."
         )
     return model
 
 
 def run_step(model: Any, step_fn: StepFn, batches: Sequence[Batch]) -> StepRun:
-    """Run one step on copies of `batches`, which trainers change, with the same random numbers every time."""
+    """Run one step with fixed random numbers on copies of `batches`, because trainers modify batches."""
     saved = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     was_training = model.training
     with ExitStack() as stack:
@@ -87,7 +87,7 @@ def _gradients(model: Any) -> dict[str, Tensor]:
 
 @contextmanager
 def _record_updates(model: Any) -> Iterator[list[dict[str, Tensor]]]:
-    """Gradients whenever an optimizer of this model is stepped."""
+    """Record gradients whenever an optimizer of this model updates weights."""
     own = {id(parameter) for parameter in model.parameters()}
     found: list[dict[str, Tensor]] = []
 
@@ -104,7 +104,7 @@ def _record_updates(model: Any) -> Iterator[list[dict[str, Tensor]]]:
 
 @contextmanager
 def _record(model: Any, batch_tokens: Sequence[Tensor]) -> Iterator[list[Pass]]:
-    """Passes with gradients. Models that get embeddings see the tokens of the micro-batch whose turn it is."""
+    """Record passes with gradients. If the model gets embeddings, take the tokens from the current micro-batch."""
     backbone = model.base_model
     passes: list[Pass] = []
     current: dict[str, Any] = {"tables": {}, "positions": None}

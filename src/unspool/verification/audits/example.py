@@ -1,4 +1,4 @@
-"""The set-up that `unspool audit` probes if none is given: our collator in a plain torch loop, on the bundled model."""
+"""The default setup of `unspool audit`: Unspool's collator in a plain torch loop with the bundled model."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from unspool.training.collator import Collator
 
 
 def build() -> tuple[Any, DataLoader[Any], Any]:
-    """Return the model, its data and the step, as the function of `unspool audit FILE:FUNCTION` does."""
+    """Return model, data and step, like the function in `unspool audit FILE:FUNCTION`."""
     model, tokenizer = load("asset:tiny-base", device="cpu")
     words = word_list()
     texts = [" ".join(words[number * 20 : number * 20 + 5 + 3 * number]) for number in range(8)]

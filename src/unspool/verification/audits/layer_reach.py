@@ -1,7 +1,7 @@
-"""How far each attention layer sees, measured inside of somebody else's step.
+"""Measure how far back each attention layer sees, inside a user's step.
 
-A hook calls a layer's attention a second time, with the same arguments but another vector for one token. The tokens
-whose output changes are those that see it. So masks are tested as they arrive, whatever built or dropped them.
+A hook calls a layer's attention a second time, with the same arguments but a different vector for one token. The tokens
+whose output changes are those that see this token. So the test covers the masks that actually reach the layer.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,14 +17,14 @@ from unspool.verification.audits.captures import StepFn, run_step
 from unspool.verification.audits.promises import Verdict, broken, kept, not_checked
 from unspool.verification.audits.spans import Batch, Span, Spans
 
-# Changes below this part of the largest are rounding.
+# Changes below this fraction of the largest change count as rounding.
 SEEN = 1e-6
 
 
 def check_sliding_window(model: Any, step_fn: StepFn, batches: Sequence[Batch], spans: Sequence[Spans]) -> Verdict:
     windows = layer_windows(model)
     if windows is None:
-        return not_checked("sliding_window", "the model has layers with neither full nor sliding-window attention")
+        return not_checked("sliding_window", "some layers have neither full nor sliding-window attention")
     longest = max(
         (
             (end - start, number, row, (start, end))
@@ -35,7 +35,7 @@ def check_sliding_window(model: Any, step_fn: StepFn, batches: Sequence[Batch], 
         default=None,
     )
     if longest is None or longest[0] < 8:
-        return not_checked("sliding_window", "no document has 8 tokens")
+        return not_checked("sliding_window", "no document has 8 or more tokens")
     length, number, row, span = longest
     is_short = any(window is not None and window >= length for window in windows)
     with short_windows(model) if is_short else nullcontext():
@@ -46,7 +46,7 @@ def check_sliding_window(model: Any, step_fn: StepFn, batches: Sequence[Batch], 
         except ConfigError as error:
             return not_checked("sliding_window", str(error))
     if len(reach) < len(windows):
-        return not_checked("sliding_window", "the attention modules of the model were not called")
+        return not_checked("sliding_window", "the model's attention modules were not called")
     for layer, window in enumerate(windows):
         found, wanted = reach[layer], min(length, window or length)
         kind = f"sliding window {window}" if window else "full attention"
@@ -59,11 +59,11 @@ def check_sliding_window(model: Any, step_fn: StepFn, batches: Sequence[Batch], 
         return kept("sliding_window", f"{len(windows)} layers of full attention see all {length} tokens of a document")
     shortened = " (set to a few tokens for this check)" if is_short else ""
     size = min(window for window in windows if window)
-    return kept("sliding_window", f"{sliding} of {len(windows)} layers keep a window of {size}{shortened}")
+    return kept("sliding_window", f"{sliding} of {len(windows)} layers use a window of {size} tokens{shortened}")
 
 
 def layer_windows(model: Any) -> list[int | None] | None:
-    """The sliding window of every layer by the config, None for full attention."""
+    """Sliding window of every layer from the config; None for full attention."""
     config = model.config.get_text_config()
     window = getattr(config, "sliding_window", None)
     types = getattr(config, "layer_types", None)
@@ -76,7 +76,7 @@ def layer_windows(model: Any) -> list[int | None] | None:
 
 @contextmanager
 def _measure(model: Any, number: int, row: int, span: Span) -> Iterator[dict[int, int]]:
-    """By layer, how many tokens of a document back its attention sees in pass `number`."""
+    """Measure by layer how many tokens of a document the attention sees in pass `number`."""
     reach: dict[int, int] = {}
     passes = -1
 

@@ -1,4 +1,4 @@
-"""The promises of a training step that are read from its passes: documents, positions, labels, weights and RoPE."""
+"""Promises checked from a step's forward passes: documents, positions, labels, weights and RoPE."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,23 +17,23 @@ from unspool.verification.audits.captures import Pass, StepRun, without_dropout
 from unspool.verification.audits.spans import Batch, Span, Spans, labels_of
 from unspool.verification.audits.targets import Targets
 
-# Tolerances of computing in fp32, and in bf16 or under autocast.
+# Tolerances for fp32, and for bf16 or autocast.
 FINE, COARSE = 1e-3, 5e-2
-NOT_CROSS_ENTROPY = "the loss is not a plain cross-entropy of tokens"
+NOT_CROSS_ENTROPY = "the loss is not plain token cross-entropy"
 Document = tuple[int, int, Span]  # micro-batch, row and tokens
 Status = Literal["kept", "broken", "not checked"]
 PROMISES = {
-    "isolation": "a change in one document changes nothing in another",
+    "isolation": "changing one document changes no other document",
     "labels": "every position is trained to predict the next token",
-    "first_token": "no document is trained to predict the first token of the next",
-    "padding": "padding carries no loss",
-    "coverage": "every label of every micro-batch carries loss",
-    "token_mean": "the loss is the mean over the tokens of the whole step",
-    "reported_loss": "the reported loss is that mean",
-    "gradient": "the optimizer gets the gradient of that mean",
-    "positions": "positions restart with every document, or continue, as claimed",
-    "rope": "RoPE tables are those of the config",
-    "sliding_window": "sliding-window layers keep their window, others see the whole document",
+    "first_token": "no document is trained to predict the next document's first token",
+    "padding": "padding tokens have no loss",
+    "coverage": "every label of every micro-batch contributes to the loss",
+    "token_mean": "the loss is the mean over all tokens of the step",
+    "reported_loss": "the reported loss is the mean over all tokens of the step",
+    "gradient": "the optimizer gets the gradient of that mean loss",
+    "positions": "positions restart at every document, or continue, as claimed",
+    "rope": "RoPE tables match the config",
+    "sliding_window": "sliding-window layers use their window; other layers see the whole document",
     "checkpoint": "the saved checkpoint gives the same logits",
     "context_parallel": "context parallelism changes neither loss nor gradient",
 }
@@ -52,7 +52,7 @@ class Verdict:
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
-    """A step that was run on micro-batches, with their documents."""
+    """A recorded step, with its micro-batches and their documents."""
 
     model: Any
     batches: Sequence[Batch]
@@ -62,7 +62,7 @@ class Probe:
 
     @property
     def is_aligned(self) -> bool:
-        """Whether each pass computed a micro-batch as it is, in order; the last ones may be missing."""
+        """True if each pass computed one unchanged micro-batch, in order. The last ones may be missing."""
         return len(self.run.passes) <= len(self.batches) and all(
             one.tokens is not None and one.tokens.shape == batch["input_ids"].shape
             for one, batch in zip(self.run.passes, self.batches, strict=False)
@@ -74,11 +74,11 @@ class Probe:
 
     @property
     def is_cross_entropy(self) -> bool:
-        """Whether gradients are those of weighted token losses, and not of label smoothing or the like."""
+        """True if gradients come from weighted token losses (not from label smoothing, for example)."""
         return max(each.residual for each in self.targets) < 5 * self.tolerance
 
     def documents(self) -> list[Document]:
-        """Micro-batch, row and span of every document that a pass computed."""
+        """(micro-batch, row, span) of every computed document."""
         return [
             (number, row, span)
             for number, spans in enumerate(self.spans[: len(self.run.passes)])
@@ -88,7 +88,7 @@ class Probe:
 
 
 def tolerance(model: Any) -> float:
-    """Relative: far above rounding, far below the effect of any mistake."""
+    """Relative tolerance: far above rounding, far below the effect of a mistake."""
     return FINE if next(model.parameters()).dtype == torch.float32 else COARSE
 
 
@@ -108,7 +108,7 @@ def not_checked(promise: str, evidence: str) -> Verdict:
 
 
 def check_isolation(probe: Probe, again: StepRun, changed: Sequence[tuple[StepRun, set[Document]]]) -> Verdict:
-    """`again` repeats the step; each of `changed` ran it with other tokens in some documents."""
+    """`again` repeats the step. Each run in `changed` replaced the tokens of some documents."""
     others = probe.documents()
     noise = max((_change(probe.run, again, each)[1] for each in others), default=0.0)
     limit = max(10 * noise, 1e-5)
@@ -127,13 +127,14 @@ def check_isolation(probe: Probe, again: StepRun, changed: Sequence[tuple[StepRu
     if hurt:
         return broken(
             "isolation",
-            f"other tokens in {_name(min(changed[0][1]))} and its like change {len(hurt)} of {seen} others: "
-            f"{hurt[0]}; boundaries from {source}",
+            f"replacing tokens of {_name(min(changed[0][1]))} and similar ones changes {len(hurt)} of {seen} other "
+            "documents: "
+            f"{hurt[0]}; document boundaries from {source}",
         )
     if not seen:
-        return not_checked("isolation", f"no micro-batch holds two documents (boundaries from {source})")
+        return not_checked("isolation", f"no micro-batch has two documents (document boundaries from {source})")
     return kept(
-        "isolation", f"{seen} documents beside changed ones, largest change {worst:.1e}; boundaries from {source}"
+        "isolation", f"{seen} unchanged documents, largest change {worst:.1e}; document boundaries from {source}"
     )
 
 
@@ -162,7 +163,7 @@ def _name(document: Document) -> str:
 def check_positions(probe: Probe, claim: str) -> Verdict:
     passes = [one for one in probe.run.passes if one.positions is not None]
     if len(passes) < len(probe.run.passes):
-        return not_checked("positions", f"{type(probe.model).__name__} has no rotary module that gets positions")
+        return not_checked("positions", f"{type(probe.model).__name__} has no rotary module with positions as input")
     for each in probe.documents():
         number, row, (start, end) = each
         positions = _row(passes[number].positions, row)[start:end]
@@ -170,13 +171,13 @@ def check_positions(probe: Probe, claim: str) -> Verdict:
         wanted = 0 if claim == "restart" else start
         is_padded = start > 0 and start == probe.spans[number].rows[row][0][0]
         if first != wanted and not is_padded:
-            return broken("positions", f"{_name(each)} starts at position {first}, not at {wanted}")
+            return broken("positions", f"{_name(each)} starts at position {first} instead of {wanted}")
         if bool((torch.diff(positions) < 1).any()):
             return broken("positions", f"{_name(each)}: positions do not increase")
     starts = sum(span[0] > 0 for _, _, span in probe.documents())
     if not starts:
-        return not_checked("positions", "no row holds two documents, so positions cannot restart")
-    return kept("positions", f"{starts} documents inside of rows, positions {claim}")
+        return not_checked("positions", "no row has two documents, so positions cannot restart")
+    return kept("positions", f"{starts} documents start inside a row; positions {claim}")
 
 
 def _row(tensor: Tensor | None, row: int) -> Tensor:
@@ -190,7 +191,7 @@ def _row(tensor: Tensor | None, row: int) -> Tensor:
 def check_labels(probe: Probe) -> Verdict:
     shifts = torch.cat([each.shift[each.active] for each in probe.targets])
     if not len(shifts):
-        return broken("labels", "no position has a gradient: the step computed none")
+        return broken("labels", "no position has a gradient: the step computed no gradients")
     counts = {int(shift): int((shifts == shift).sum()) for shift in set(shifts.tolist())}
     wrong = {shift: count for shift, count in counts.items() if shift != 1}
     if not wrong:
@@ -199,10 +200,10 @@ def check_labels(probe: Probe) -> Verdict:
         0: "itself: labels are not shifted",
         2: "the token after the next: labels are shifted twice",
         3: "the third token ahead: labels are shifted three times",
-        -1: "none of the tokens nearby",
+        -1: "none of the nearby tokens",
     }
     shift, count = max(wrong.items(), key=lambda item: item[1])
-    return broken("labels", f"{count} of {len(shifts)} positions are trained to predict {what[shift]}")
+    return broken("labels", f"{count} of {len(shifts)} positions predict {what[shift]}")
 
 
 def check_first_token(probe: Probe) -> Verdict:
@@ -211,11 +212,11 @@ def check_first_token(probe: Probe) -> Verdict:
     if found:
         return broken(
             "first_token",
-            f"{len(found)} of {len(inside)} documents are predicted from the one before, e.g. {_name(found[0])}",
+            f"{len(found)} of {len(inside)} first tokens are targets of the previous document, e.g. {_name(found[0])}",
         )
     if not inside:
-        return not_checked("first_token", "no row holds two documents")
-    return kept("first_token", f"{len(inside)} documents that follow another")
+        return not_checked("first_token", "no row has two documents")
+    return kept("first_token", f"{len(inside)} documents follow another document")
 
 
 def _is_target(probe: Probe, document: Document, *, at: int) -> bool:
@@ -237,9 +238,9 @@ def check_padding(probe: Probe) -> Verdict:
             total += len(outside)
             counted += sum(_is_target(probe, (number, row, (0, 0)), at=at) for at in outside)
     if counted:
-        return broken("padding", f"{counted} of {total} padding tokens are trained to be predicted")
+        return broken("padding", f"{counted} of {total} padding tokens are prediction targets")
     return (
-        kept("padding", f"{total} padding tokens") if total else not_checked("padding", "the batches hold no padding")
+        kept("padding", f"{total} padding tokens") if total else not_checked("padding", "the batches have no padding")
     )
 
 
@@ -247,13 +248,13 @@ def check_coverage(probe: Probe) -> Verdict:
     for number, batch in enumerate(probe.batches):
         wanted = labels_of(batch)
         if wanted is None:
-            return not_checked("coverage", "the batches hold no labels to compare with")
+            return not_checked("coverage", "the batches have no labels")
         found = int(probe.targets[number].active.sum()) if number < len(probe.targets) else 0
         count, which = int(wanted.sum()), f"micro-batch {number + 1} of {len(probe.batches)}"
         if count and not found:
-            return broken("coverage", f"{which} is dropped: none of its {count} labels carries loss")
+            return broken("coverage", f"{which} is dropped: none of its {count} labels contributes to the loss")
         if found < count:
-            return broken("coverage", f"{which}: {count - found} of {count} labels carry no loss")
+            return broken("coverage", f"{which}: {count - found} of {count} labels do not contribute to the loss")
     return kept("coverage", f"all labels of {len(probe.batches)} micro-batches")
 
 
@@ -261,35 +262,39 @@ def check_token_mean(probe: Probe) -> Verdict:
     counted = [each for each in probe.targets if bool(each.active.any())]
     everything = torch.cat([each.weight[each.clear] for each in counted]) if counted else torch.empty(0)
     if not len(everything) or bool(everything.isnan().any()):
-        return not_checked("token_mean", "the weights of tokens cannot be read; see labels")
+        return not_checked("token_mean", "token weights cannot be measured; see labels")
     counts, means = [int(each.active.sum()) for each in counted], [each.mean_weight for each in counted]
     total = sum(count * mean for count, mean in zip(counts, means, strict=True))
     limit = probe.tolerance if probe.is_cross_entropy else 0.25
     if max(means) > min(means) * (1 + limit):
         products = [count * mean for count, mean in zip(counts, means, strict=True)]
         by_batch = max(products) < min(products) * (1 + limit)
-        what = "a mean of the means of micro-batches" if by_batch else "not one mean"
+        what = "a mean of micro-batch means" if by_batch else "not a single mean"
         at = (means.index(max(means)), means.index(min(means)))
         return broken(
             "token_mean",
-            f"{what}: a token of a micro-batch with {counts[at[0]]} labels weighs {max(means) / min(means):.3g} times "
-            f"one of a micro-batch with {counts[at[1]]}",
+            f"{what}: a token in a micro-batch with {counts[at[0]]} labels has {max(means) / min(means):.3g} times the "
+            f"weight of a token in one with {counts[at[1]]}",
         )
     if not probe.is_cross_entropy:
-        return not_checked("token_mean", f"{NOT_CROSS_ENTROPY}; micro-batches weigh about the same")
+        return not_checked("token_mean", f"{NOT_CROSS_ENTROPY}; micro-batches have about equal weight")
     lowest, highest = float(everything.min()), float(everything.max())
-    # Of single tokens, rounding takes away more digits than of all.
+    # Weights of single tokens have larger rounding errors than their mean.
     if highest > lowest * (1 + max(0.05, 10 * probe.tolerance)):
-        return broken("token_mean", f"tokens of one micro-batch weigh {lowest:.3g} to {highest:.3g}")
+        return broken("token_mean", f"token weights in one micro-batch range from {lowest:.3g} to {highest:.3g}")
     if abs(total - 1) > probe.tolerance:
         return broken(
             "token_mean",
-            f"the sum of the losses of {sum(counts)} tokens is divided by {sum(counts) / total:.6g}",
+            f"the summed loss of {sum(counts)} tokens is divided by {sum(counts) / total:.6g}",
         )
     same = (
-        ", all with as many labels, so a mean of means would be the same" if len(set(counts)) == 1 < len(counts) else ""
+        "; all have equally many labels, so a mean of means would be equal"
+        if len(set(counts)) == 1 < len(counts)
+        else ""
     )
-    return kept("token_mean", f"{sum(counts)} tokens of {len(counts)} micro-batches weigh 1/{1 / means[0]:.6g}{same}")
+    return kept(
+        "token_mean", f"{sum(counts)} tokens of {len(counts)} micro-batches have weight 1/{1 / means[0]:.6g}{same}"
+    )
 
 
 def check_reported_loss(probe: Probe) -> Verdict:
@@ -298,29 +303,29 @@ def check_reported_loss(probe: Probe) -> Verdict:
     if not probe.is_cross_entropy:
         return not_checked("reported_loss", NOT_CROSS_ENTROPY)
     mean = float(torch.cat([each.loss[each.active] for each in probe.targets]).double().mean())
-    text = f"reported {probe.run.loss:.6g}, mean over tokens {mean:.6g}"
+    text = f"reported {probe.run.loss:.6g}, token mean {mean:.6g}"
     same = abs(probe.run.loss - mean) <= probe.tolerance * abs(mean)
     return kept("reported_loss", text) if same else broken("reported_loss", text)
 
 
 def check_gradient(probe: Probe) -> Verdict:
-    """Compare with the gradient of every document computed alone."""
+    """Compare with the sum of the gradients of all documents, each computed alone."""
     if probe.run.num_updates > 1:
-        return broken("gradient", f"the optimizer was stepped {probe.run.num_updates} times in one step")
+        return broken("gradient", f"the optimizer updated weights {probe.run.num_updates} times in one step")
     if not probe.is_cross_entropy:
         return not_checked("gradient", NOT_CROSS_ENTROPY)
     if getattr(probe.model.config.get_text_config(), "output_router_logits", False):
-        return not_checked("gradient", "the router's loss is part of it")
+        return not_checked("gradient", "the gradient includes the router's loss")
     with without_dropout(probe.model):
         wanted = _gradient_of_documents(probe)
     shared = [name for name in wanted if name in probe.run.grads]
     if not shared:
-        return broken("gradient", "no parameter has a gradient at the end of the step or at the optimizer's update")
+        return broken("gradient", "no parameter has a gradient at the optimizer update or at the end of the step")
     mine = torch.cat([probe.run.grads[name].flatten().double() for name in shared])
     theirs = torch.cat([wanted[name].flatten().double() for name in shared])
     cosine = float(F.cosine_similarity(mine, theirs, dim=0))
     ratio = float(mine.norm() / theirs.norm().clamp(min=1e-30))
-    text = f"against each document alone: cosine {cosine:.6f}, norm {ratio:.4g} times"
+    text = f"vs. each document alone: cosine {cosine:.6f}, norm ratio {ratio:.4g}"
     if cosine < 1 - probe.tolerance or ratio > 1 + probe.tolerance:
         return broken("gradient", text)
     return kept("gradient", text + (" (clipped?)" if ratio < 1 - probe.tolerance else ""))
@@ -352,7 +357,7 @@ def _gradient_of_documents(probe: Probe) -> dict[str, Tensor]:
 
 
 def check_rope(probe: Probe) -> Verdict:
-    """Compare the cosines and sines of every pass with those of the config; bases per head with their buffers."""
+    """Compare cosines and sines of every pass with the config. For bases per head, compare the buffers."""
     model, config = probe.model, probe.model.config.get_text_config().to_dict()
     if head_bases(model) is not None:
         return _check_head_bases(model, config)
@@ -369,7 +374,7 @@ def check_rope(probe: Probe) -> Verdict:
     if not checked:
         return not_checked("rope", f"{type(model).__name__} has no rotary module that returns cosines and sines")
     kind = (config.get("rope_parameters") or {}).get("rope_type", "by layer type")
-    text = f"cosines and sines differ by {worst:.1e} from rope_type {kind} of the config"
+    text = f"cosines and sines differ by {worst:.1e} from the config's rope_type {kind}"
     coarse = cos.dtype != torch.float32
     return broken("rope", text) if worst > (2e-2 if coarse else 1e-3) else kept("rope", text)
 
@@ -379,7 +384,7 @@ def _wanted_tables(one: Pass, config: dict[str, Any], layer_type: str) -> tuple[
     if is_nested(parameters):
         parameters = parameters.get(layer_type) or {}
     if parameters.get("rope_type") in USES_INPUT_LENGTH:
-        return f"frequencies of {parameters['rope_type']} depend on the length of each input"
+        return f"frequencies of {parameters['rope_type']} depend on the input length"
     if one.positions is None or not parameters:
         return "the config has no rope_parameters"
     try:

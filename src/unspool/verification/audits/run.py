@@ -1,4 +1,4 @@
-"""`unspool.audit`: probe somebody else's training step and judge each promise by what it did."""
+"""`unspool.audit`: probe a training step and check each promise."""
 
 import inspect
 import tempfile
@@ -53,16 +53,16 @@ from unspool.verification.audits.spans import (
 )
 from unspool.verification.audits.targets import read_targets
 
-# Micro-batches of the step that is probed, and how many are read to choose them from.
+# Micro-batches per probed step, and the number of micro-batches to choose them from.
 MICRO_BATCHES = 4
 READ_BATCHES = 16
-# Tokens of a document whose logits are compared with those of the saved checkpoint.
+# Tokens of the document whose logits are compared with the saved checkpoint.
 CHECKPOINT_TOKENS = 256
 
 
 @dataclass(frozen=True, kw_only=True)
 class AuditResult:
-    """One verdict per promise of a training set-up, as `audit` returns it.
+    """Result of `audit`: one verdict per promise.
 
     Example:
         >>> import unspool
@@ -112,32 +112,31 @@ def audit(
     save_fn: Callable[[str], Any] | None = None,
     context_parallel: StepFn | None = None,
 ) -> AuditResult:
-    """Check a training set-up by probing one optimizer step of it.
+    """Check a training setup by probing one of its optimizer steps.
 
-    The step runs on the CPU or wherever the model is, a few times, with real batches and with batches in which the
-    tokens of some documents are replaced. Weights are restored after each run; nothing is written outside of a
-    temporary folder.
+    The step runs a few times where the model is (CPU or GPU), on real batches and on batches with replaced tokens in
+    some documents. Weights are restored after each run. Files are written only to a temporary folder.
 
     Args:
         model: A causal language model of `transformers`, or a `transformers.Trainer` (or a subclass such as TRL's
             `SFTTrainer`), which brings its own data and step.
         data: A DataLoader of batches, each a dict with `input_ids` [rows, tokens], or of lists of such micro-batches.
-            Or a collator, with `examples` to give to it.
-        step_fn: `step_fn(model, micro_batches)` computes the gradients of one optimizer step. It may also update the
+            Or a collator; then also pass `examples`.
+        step_fn: `step_fn(model, micro_batches)` computes the gradients of one optimizer step. It may update the
             weights, and may return the loss that you log.
         attention: What you claim: `intra_document`, or `full` if documents of a row see each other.
         positions: What you claim: `restart` (the default) or `continue` (the default with full attention).
-        documents: Returns the lengths of the documents of each row of a batch, if the batch itself does not tell
-            (`position_ids`, `cu_seq_lens_q`, `seq_idx` or end-of-text tokens).
-        examples: What the collator collates, two examples to a micro-batch.
-        save_fn: Saves the model to a folder as you do it; `model.save_pretrained` by default.
-        context_parallel: The same step under context parallelism, to compare with `step_fn`.
+        documents: Function that returns the document lengths of each row of a batch. Needed if the batch has none of
+            `position_ids`, `cu_seq_lens_q`, `seq_idx` or end-of-text tokens.
+        examples: Examples for the collator, two per micro-batch.
+        save_fn: Saves the model to a folder, like your code does. Default: `model.save_pretrained`.
+        context_parallel: The same step under context parallelism. It is compared with `step_fn`.
 
     Returns:
         A verdict for each promise: kept, broken or not checked, with the evidence.
 
     Raises:
-        ConfigError: If the set-up cannot be probed.
+        ConfigError: The setup cannot be probed.
 
     Example:
         >>> import unspool
@@ -166,7 +165,7 @@ def audit(
         save_fn = save_fn or trainer.save_model
         accumulation = max(2, trainer.args.gradient_accumulation_steps)
     if data is None or step_fn is None:
-        raise ConfigError("audit: give a model, its data and a step_fn, or a transformers.Trainer.")
+        raise ConfigError("audit: pass a model, its data and a step_fn, or a transformers.Trainer.")
     wrapped, model = model, unwrap(model)
     if wrapped is not model:
         step_fn, context_parallel = _with(wrapped, step_fn), context_parallel and _with(wrapped, context_parallel)
@@ -188,17 +187,17 @@ def _with(wrapped: Any, step_fn: StepFn) -> StepFn:
 
 
 def audit_file(target: str | None, *, attention: str | None = None, positions: str | None = None) -> AuditResult:
-    """Audit what the function of `target` (FILE:FUNCTION) returns; by default our own collator in a plain loop."""
+    """Audit the setup that `target` (FILE:FUNCTION) returns. Default: Unspool's collator in a plain loop."""
     claims = {"attention": attention, "positions": positions}
     setup = load_setup(target or EXAMPLE) | {name: value for name, value in claims.items() if value is not None}
     known = inspect.signature(audit).parameters
     if unknown := [name for name in setup if name not in known]:
-        raise ConfigError(f"audit {target}: returns {unknown[0]!r}, which is not known; use {', '.join(known)}.")
+        raise ConfigError(f"audit {target}: returns the unknown argument {unknown[0]!r}; use {', '.join(known)}.")
     return audit(**setup)
 
 
 def trainer_step(trainer: Any) -> StepFn:
-    """One step as `transformers.Trainer` computes it, up to the optimizer's update."""
+    """One step of a `transformers.Trainer`, up to the optimizer update."""
 
     def step(model: Any, batches: list[Any]) -> float:
         samples, num_items = trainer.get_batch_samples(iter(batches), len(batches), trainer.args.device)
@@ -214,11 +213,11 @@ def trainer_step(trainer: Any) -> StepFn:
 def _read(data: Any, examples: Iterable[Any] | None) -> list[Any]:
     if examples is not None:
         if not callable(data):
-            raise ConfigError("audit: examples= needs a collator as data.")
+            raise ConfigError("audit: examples= requires a collator as data.")
         chosen = list(islice(examples, 2 * READ_BATCHES))
         return [data(chosen[at : at + 2]) for at in range(0, len(chosen), 2)]
     if not isinstance(data, Iterable):
-        raise ConfigError("audit: a collator needs examples= to collate; or give a DataLoader.")
+        raise ConfigError("audit: a collator requires examples=; or pass a DataLoader.")
     found: list[Any] = []
     for item in islice(data, READ_BATCHES):
         if isinstance(item, list | tuple) and item and isinstance(item[0], Mapping):
@@ -228,16 +227,16 @@ def _read(data: Any, examples: Iterable[Any] | None) -> list[Any]:
 
 
 def _choose(batches: list[Any], count: int) -> list[Any]:
-    """Micro-batches that differ in how many labels they hold, because equal ones would hide a mean of means."""
+    """Choose micro-batches with different label counts, because equal counts would hide a mean of means."""
     if not batches:
-        raise ConfigError("audit: the data holds no batch.")
+        raise ConfigError("audit: the data yields no batch.")
     for batch in batches:
         token_ids(batch)
     if len(batches) <= count:
         return _thinned(batches)
     sizes = [_num_labels(batch) for batch in batches]
     order = sorted(range(len(batches)), key=lambda at: sizes[at])
-    # The fewest labels first and the most last, in the order of the data.
+    # Half with the fewest labels, half with the most, in data order.
     few, many = order[: count // 2], order[len(order) - (count - count // 2) :]
     return _thinned([batches[at] for at in sorted(few + many)])
 
@@ -248,10 +247,10 @@ def _num_labels(batch: Batch) -> int:
 
 
 def _thinned(batches: list[Any]) -> list[Any]:
-    """If all micro-batches hold as many labels, remove every other label of the first one."""
+    """If all micro-batches have equally many labels, remove every other label of the first one."""
     if len(batches) < 2 or len({_num_labels(batch) for batch in batches}) > 1:
         return batches
-    # A count that was made from the labels would then be wrong.
+    # Then a count derived from the labels would be wrong.
     known = {"input_ids", "labels", "shift_labels", "attention_mask", "position_ids"}
     if any(_is_count(value) for name, value in batches[0].items() if name not in known and "max_length" not in name):
         return batches
@@ -274,7 +273,7 @@ def _is_count(value: Any) -> bool:
 def _probe_step(
     model: Any, batches: Sequence[Batch], spans: Sequence[Spans], step_fn: StepFn, *, claimed_positions: str
 ) -> list[Verdict]:
-    """Run the step as it is, a second time, and with other tokens in some documents."""
+    """Run the step twice unchanged, and with tokens replaced in some documents."""
     run = run_step(model, step_fn, batches)
     if not run.passes:
         raise ConfigError("audit: step_fn ran no forward pass of the model with gradients; it must train this model.")
@@ -287,8 +286,8 @@ def _probe_step(
     )
     if not probe.is_aligned:
         raise ConfigError(
-            "audit: the model does not get the micro-batches as they are, one forward pass each (they are split, "
-            "joined or padded on the way); give a step_fn that passes them on."
+            "audit: the model does not get each micro-batch unchanged in one forward pass (micro-batches are split, "
+            "joined or padded on the way); pass a step_fn that forwards them unchanged."
         )
     changed = []
     for which in ("first", "last"):
@@ -303,7 +302,7 @@ def _probe_step(
         check_coverage(probe),
         check_token_mean(probe),
     ]
-    # What the loss and the gradient would be follows from these.
+    # The expected loss and gradient follow from these.
     reason = ", ".join(each.promise for each in verdicts if each.status == "broken")
     for promise, check in (("reported_loss", check_reported_loss), ("gradient", check_gradient)):
         verdicts.append(not_checked(promise, f"see {reason}") if reason else check(probe))
@@ -313,14 +312,14 @@ def _probe_step(
 def _replace(
     batches: Sequence[Batch], spans: Sequence[Spans], special: Special, *, which: str
 ) -> tuple[list[Batch], set[Document]]:
-    """Batches with other tokens in the first or last document of every row that holds several."""
+    """Replace the tokens of the first or last document in every row with several documents."""
     found: list[Batch] = []
     replaced: set[Document] = set()
     for number, (batch, of_batch) in enumerate(zip(batches, spans, strict=True)):
         ids = token_ids(batch).clone()
         num_documents = of_batch.count
         for row, of_row in enumerate(of_batch.rows):
-            # Not the only row: the others must stay what they are.
+            # Do not replace the only row: at least one document must stay unchanged.
             if not of_row or num_documents < 2 or (len(of_row) < 2 and row > 0):
                 continue
             start, end = span = of_row[0 if which == "first" else -1]
@@ -331,10 +330,10 @@ def _replace(
 
 
 def _replace_tokens(ids: Tensor, start: int, end: int, special: Special) -> bool:
-    """Reverse the order of a document's tokens between its special ones; whether that changes any."""
+    """Reverse a document's tokens, except special tokens. Returns whether any token changed."""
     kept_ids = [*special.eos, *([] if special.pad is None else [special.pad])]
     free = [at for at in range(start, end) if int(ids[at]) not in kept_ids]
-    # The first token stays: it may mark the start of a text.
+    # Keep the first token, which may mark the start of a text.
     free = free[1:] if len(free) > 2 else free
     before = ids[free].clone()
     ids[free] = before.flip(0)
@@ -344,7 +343,7 @@ def _replace_tokens(ids: Tensor, start: int, end: int, special: Special) -> bool
 def check_checkpoint(
     model: Any, batches: Sequence[Batch], spans: Sequence[Spans], save_fn: Callable[[str], Any]
 ) -> Verdict:
-    """Save, load again as users do, and compare the logits of a document."""
+    """Save and reload the model, and compare the logits of a document."""
     documents = [
         batch["input_ids"][row : row + 1, start:end]
         for batch, of_batch in zip(batches, spans, strict=True)
@@ -353,7 +352,7 @@ def check_checkpoint(
     ]
     ids = max(documents, key=lambda tokens: tokens.shape[1])[:, :CHECKPOINT_TOKENS]
     if hasattr(model, "peft_config") and save_fn == model.save_pretrained:
-        return not_checked("checkpoint", "give save_fn=, which saves the model with its adapters merged")
+        return not_checked("checkpoint", "pass save_fn=, which saves the model with merged adapters")
     ids = ids.to(next(model.parameters()).device)
     other: Any = None
     mine, theirs = _logits(model, ids), None
@@ -364,10 +363,10 @@ def check_checkpoint(
             if _rank() == 0:
                 other = _load(model, folder)
                 theirs = _logits(other, ids)
-        except Exception as error:  # of any type: it is not our code that saves
+        except Exception as error:  # any type: the user's code saves the model
             return broken("checkpoint", f"could not be saved and loaded: {first_line(error)}")
     if theirs is None:
-        return not_checked("checkpoint", "rank 0 checks it")
+        return not_checked("checkpoint", "only rank 0 checks this")
     change = float((mine - theirs).norm() / mine.norm())
     text = f"logits of {ids.shape[1]} tokens differ by {change:.1e} after saving and loading"
     if change <= tolerance(model):
@@ -390,7 +389,7 @@ def _rank() -> int:
 
 
 def _of_first_rank(folder: str) -> str:
-    """All ranks save to one folder, as some of them write nothing or only a part."""
+    """Folder name of rank 0. All ranks save to one folder, because some write nothing or only a part."""
     found = [folder]
     if dist.is_initialized():
         dist.broadcast_object_list(found, src=0)
@@ -424,7 +423,7 @@ def _load(model: Any, folder: str) -> Any:
 
 def check_context_parallel(model: Any, batches: Sequence[Batch], plain: StepFn, parallel: StepFn | None) -> Verdict:
     if parallel is None:
-        return not_checked("context_parallel", "give context_parallel=, the same step under context parallelism")
+        return not_checked("context_parallel", "pass context_parallel=, the same step under context parallelism")
     run, other = run_step(model, plain, batches), run_step(model, parallel, batches)
     shared = [name for name in run.grads if name in other.grads]
     mine, theirs = (torch.cat([each.grads[name].flatten().double() for name in shared]) for each in (run, other))

@@ -1,4 +1,4 @@
-"""A training set-up from a user's file: `train.py:build` names a function without arguments that returns it."""
+"""Load a training setup from a user's file: `train.py:build` names a function that returns it."""
 
 import importlib
 import importlib.util
@@ -9,17 +9,17 @@ from typing import Any
 from unspool.core.errors import ConfigError
 from unspool.models.location import first_line
 
-# What the function may return as a tuple: the first arguments of `audit`.
+# Order of a returned tuple: the first arguments of `audit`.
 NAMES = ("model", "data", "step_fn")
 EXAMPLE = "unspool.verification.audits.example:build"
 
 
 def load_setup(target: str) -> dict[str, Any]:
-    """Run the function and return arguments of `audit`. The function's own errors become a ConfigError."""
+    """Run the function and return arguments for `audit`. Errors in the function become a ConfigError."""
     place, _, name = target.rpartition(":")
     if not place:
         raise ConfigError(
-            f"audit {target}: name a function, as in train.py:build; it takes no arguments and returns a "
+            f"audit {target}: name a function, such as train.py:build. It takes no arguments and returns a "
             "transformers.Trainer, or a model, its data and a step_fn."
         )
     try:
@@ -30,8 +30,8 @@ def load_setup(target: str) -> dict[str, Any]:
         setup = found()
     except ConfigError:
         raise
-    except Exception as error:  # of any type: it is the user's code
-        raise ConfigError(f"audit {target}: {first_line(error)} (-v shows where).") from error
+    except Exception as error:  # any type: this is the user's code
+        raise ConfigError(f"audit {target}: {first_line(error)} (-v shows the traceback).") from error
     if isinstance(setup, dict):
         return setup
     if isinstance(setup, tuple):
@@ -42,9 +42,9 @@ def load_setup(target: str) -> dict[str, Any]:
 def _import_file(path: Path) -> Any:
     if not path.is_file():
         raise ConfigError(
-            f"audit: {path} does not exist; give a Python file and a function in it, as in train.py:build."
+            f"audit: {path} does not exist; give a Python file and a function in it, such as train.py:build."
         )
-    # As `python train.py` does, so that it finds the modules beside it.
+    # Like `python train.py`, so that it can import modules from its folder.
     sys.path.insert(0, str(path.parent.resolve()))
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None

@@ -1,4 +1,4 @@
-"""Where the documents of somebody else's batch are, and which of its labels carry loss."""
+"""Find the documents in a user's batch, and the labels that contribute to the loss."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,20 +12,20 @@ from torch import Tensor
 from unspool.core.errors import ConfigError
 from unspool.data.packing.row import IGNORE
 
-Span = tuple[int, int]  # first token, and the one after the last
+Span = tuple[int, int]  # first token, last token + 1
 Batch = Mapping[str, Any]
-# Returns the lengths of the documents of every row.
+# Returns the document lengths of every row.
 Documents = Callable[[Batch], Sequence[Sequence[int]]]
-# Names under which trainers pass the documents of a flat batch, as lengths and as ends.
+# Names that trainers use for document lengths and document ends of a flat batch.
 _LENGTHS = ("doc_lens", "seq_lengths", "seq_lens")
 _ENDS = ("cu_seq_lens_q", "cu_seqlens", "cu_seqlens_q")
-# Names of a number per token that differs from document to document.
+# Names of per-token document numbers.
 _IDS = ("seq_idx", "document_ids", "doc_ids", "segment_ids")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Special:
-    """Tokens that end documents and that fill rows."""
+    """End-of-text tokens and padding tokens."""
 
     eos: frozenset[int]
     pad: int | None
@@ -33,7 +33,7 @@ class Special:
 
 @dataclass(frozen=True, kw_only=True)
 class Spans:
-    rows: list[list[Span]]  # documents of every row of the batch, padding left out
+    rows: list[list[Span]]  # documents of every row of the batch, without padding
     source: str  # how they were found
 
     @property
@@ -60,7 +60,7 @@ def token_ids(batch: Batch) -> Tensor:
 
 
 def find_spans(batch: Batch, special: Special, *, documents: Documents | None, packed: bool) -> Spans:
-    """The documents of a batch; only if `packed`, end-of-text tokens inside of a row end a document."""
+    """The documents of a batch. End-of-text tokens inside a row end a document only if `packed`."""
     ids, ranges = token_ids(batch), real_ranges(batch, special)
     if documents is not None:
         by_row = zip(documents(batch), ranges, strict=True)
@@ -82,7 +82,7 @@ def find_spans(batch: Batch, special: Special, *, documents: Documents | None, p
 
 
 def _boundaries(batch: Batch, ids: Tensor, special: Special | None) -> Iterator[tuple[str, Tensor]]:
-    """What may tell where documents end, and bool[rows, tokens - 1]: where the next token starts another one."""
+    """Yield (source, bool[rows, tokens - 1]): True where the next token starts a new document."""
     for name in _IDS:
         if isinstance(batch.get(name), Tensor) and batch[name].shape == ids.shape:
             yield name, torch.diff(batch[name]) != 0
@@ -91,7 +91,7 @@ def _boundaries(batch: Batch, ids: Tensor, special: Special | None) -> Iterator[
         yield "attention_mask", torch.diff(mask) != 0
     if isinstance(mask, Tensor) and mask.dim() == 4 and mask.shape[-1] == mask.shape[-2] == ids.shape[1]:
         before = mask[:, 0].diagonal(offset=-1, dim1=-2, dim2=-1)
-        # Added to the scores, 0 is what may be seen.
+        # An additive mask: 0 marks visible tokens.
         yield "attention_mask", (~before if mask.dtype == torch.bool else before < 0).expand(len(ids), -1)
     positions = batch.get("position_ids")
     if isinstance(positions, Tensor) and positions.shape == ids.shape:
@@ -102,9 +102,9 @@ def _boundaries(batch: Batch, ids: Tensor, special: Special | None) -> Iterator[
 
 
 def look_packed(batches: Sequence[Batch], special: Special) -> bool:
-    """Whether most rows are full and equally long: then end-of-text tokens inside of them end documents.
+    """True if most rows are full and equally long. Then end-of-text tokens inside a row end documents.
 
-    In rows of one conversation each, which differ in length, they end its turns.
+    In rows of one conversation each, which differ in length, they end turns.
     """
     lengths = []
     for batch in batches:
@@ -118,7 +118,7 @@ def _from_lens(lens: Sequence[int]) -> list[Span]:
 
 
 def _where(starts: Tensor, ranges: Sequence[Span]) -> list[list[Span]]:
-    """Spans of rows in which a document starts after each marked token."""
+    """Spans of rows, where a document starts after each marked token."""
     rows = []
     for marks, (begin, end) in zip(starts, ranges, strict=True):
         bounds = [begin, *(at for at in (marks.nonzero()[:, 0] + 1).tolist() if begin < at < end), end]
@@ -132,7 +132,7 @@ def _cut(spans: Sequence[Span], own: Span) -> list[Span]:
 
 
 def real_ranges(batch: Batch, special: Special) -> list[Span]:
-    """Tokens of each row without its padding, at the end or at the start."""
+    """Tokens of each row without its padding (at the start or end)."""
     ids, mask = token_ids(batch), batch.get("attention_mask")
     length = ids.shape[1]
     numbers = torch.arange(length, device=ids.device)
@@ -145,13 +145,13 @@ def real_ranges(batch: Batch, special: Special) -> list[Span]:
         return [(0, length)] * len(ids)
     ends = (numbers + 1).where(ids != special.pad, 0).amax(dim=1).tolist()
     if special.pad in special.eos:
-        ends = [end + 1 for end in ends]  # the first of them ends the last document
-    # Without a mask, a single token at the end may be text.
+        ends = [end + 1 for end in ends]  # the first padding token ends the last document
+    # Without a mask, a single padding token at the end may be text.
     return [(0, end if length - end > 1 else length) for end in ends]
 
 
 def labels_of(batch: Batch) -> Tensor | None:
-    """bool[rows, tokens]: where the token after this one is to carry loss; None if the batch does not say."""
+    """bool[rows, tokens]: True if the next token has a label; None if the batch has no labels."""
     shifted, plain = batch.get("shift_labels"), batch.get("labels")
     if isinstance(shifted, Tensor):
         return shifted != IGNORE

@@ -1,8 +1,8 @@
-"""Which token each position was trained to predict, and with what weight, read from gradients alone.
+"""Determine from gradients alone which token each position predicts, and with what weight.
 
-The gradient of a weighted cross-entropy at a hidden state is the weight times a direction that depends on the target.
-So whatever code computed the loss, comparing the gradient with the directions of the next token, of the one after it
-and of the token itself gives the target and the weight.
+At a hidden state, the gradient of a weighted cross-entropy is the weight times a direction that depends on the target.
+Comparing the gradient with the directions of the next token, the token after it and the token itself gives target and
+weight. This works for any loss code.
 """
 
 from dataclasses import dataclass
@@ -15,32 +15,32 @@ from unspool.data.packing.row import IGNORE
 from unspool.models.loss import Head, read_head, summed_loss
 from unspool.verification.audits.captures import Pass
 
-# Tokens ahead of a position that it may be trained to predict: once shifted labels, shifted twice, not shifted, …
+# Candidate offsets of the predicted token: labels shifted once, twice, not at all, three times.
 SHIFTS = (1, 2, 0, 3)
 UNKNOWN = -1
 # Positions without loss have no gradient at all.
 ACTIVE = 1e-12
-# A token that the model is certain of has hardly any gradient; below this part of the largest, its digits are rounding.
+# Tokens that the model is certain of have tiny gradients. Below this fraction of the largest, they are rounding noise.
 CLEAR = 1e-2
-# Part of a gradient that may differ from its direction: label smoothing and bf16 differ by a tenth, others by most.
+# Largest residual of a fitted gradient. Label smoothing and bf16 leave about 10%, wrong targets most of it.
 RESIDUAL = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
 class Targets:
-    """Of one forward pass, [B, T]."""
+    """Targets of one forward pass, [B, T]."""
 
-    active: Tensor  # bool: carries loss
-    shift: Tensor  # int64: how many tokens ahead the predicted one is, UNKNOWN if it is none of those nearby
+    active: Tensor  # bool: contributes to the loss
+    shift: Tensor  # int64: offset of the predicted token, or UNKNOWN
     clear: Tensor  # bool: active, with a gradient large enough to be read exactly
-    weight: Tensor  # float64: of this position in the step's loss; NaN where it is not clear
-    mean_weight: float  # of all active positions, by least squares
+    weight: Tensor  # float64: weight of the position in the step's loss; NaN where not clear
+    mean_weight: float  # over all active positions, by least squares
     loss: Tensor  # fp32: cross-entropy of the next token
-    residual: float  # part of the gradients that no weighted cross-entropy explains
+    residual: float  # fraction of the gradients that no weighted cross-entropy explains
 
 
 def read_targets(model: Any, one: Pass, wanted: Tensor | None) -> Targets:
-    """`wanted` [B, T]: positions whose next token has a label; it decides where certainty leaves no gradient."""
+    """Read targets. `wanted` [B, T] marks positions with a label; it decides where gradients are too small."""
     plain = read_head(model)
     bias = None if plain.bias is None else plain.bias.detach()
     head = Head(weight=plain.weight.detach(), bias=bias, scale=plain.scale, softcap=plain.softcap)
@@ -62,7 +62,7 @@ def read_targets(model: Any, one: Pass, wanted: Tensor | None) -> Targets:
         along, square = (grad * direction).sum(dim=1), direction.square().sum(dim=1)
         found = along / square.clamp(min=1e-30)
         residual = (grad - found[:, None] * direction).norm(dim=1) / size.clamp(min=1e-30)
-        # The next token wins where tokens repeat, and two directions are the same.
+        # Where tokens repeat, two directions are equal. The next token wins.
         better = active & (found > 0) & (residual < best - 1e-3)
         shift[better], best[better], projection[better], squares[better] = (
             ahead,
@@ -95,7 +95,7 @@ def _ahead(tokens: Tensor, ahead: int) -> Tensor:
 
 
 def _directions(hidden: Tensor, head: Head, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """The loss of every token, and the gradient of its loss at its hidden state, in float64."""
+    """Loss of every token, and its gradient at the hidden state, in float64."""
     with torch.enable_grad():
         states = hidden.detach().clone().requires_grad_()
         total, losses = summed_loss(states, head, labels)

@@ -1,4 +1,4 @@
-"""HELMET: seven kinds of long-context tasks at any length, from released files, a user's own or generated ones."""
+"""HELMET: seven categories of long-context tasks at any length, from released, user-provided or generated data."""
 
 from unspool.evals.suites.helmet.suite import SUITE, HelmetEval
 

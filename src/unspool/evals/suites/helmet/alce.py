@@ -1,7 +1,7 @@
 """Answers with citations (ALCE): two examples, instruction, question, documents.
 
-Scored by ASQA's str_em and QAMPARI's recall of five, with HELMET's copy of ALCE's script. HELMET's category is the mean
-of six numbers; the other four need an entailment model (`scoring.citations.citations` with `meta["documents"]`).
+Scores are ASQA's str_em and QAMPARI's recall of five, as in HELMET's copy of ALCE's script. HELMET's category is the
+mean of six numbers; the other four need an entailment model (`scoring.citations.citations` with `meta["documents"]`).
 """
 
 import re
@@ -60,7 +60,7 @@ def build(task: str, sources: Sources, ask: Ask) -> Question:
     def build_within(budget: int) -> Question:
         if ask.mode == "reference":
             wanted = table_count(COUNTS, ask.length)
-            # As released: documents are ranked, and gold ones keep their positions.
+            # Use the released order: documents are ranked, and gold ones keep their positions.
             released = [_with_id(wording, task, ANY_ID, passage) for passage in item.released[:wanted]]
             documents = released or with_gold(list(islice(distractors, max(0, wanted - len(gold)))), gold, depths)[0]
             documents = meter.take(documents, budget - prompt.tokens, between=meter.gap)
@@ -106,7 +106,7 @@ def _with_id(wording: Wording, task: str, number: str, passage: Passage) -> str:
 
 
 def _passage_pattern(form: str) -> re.Pattern[str]:
-    """Return a pattern that finds title and text in a passage that was written with this form."""
+    """Return a pattern that matches title and text in a passage written with this form."""
     found = ""
     for text, name, *_ in Formatter().parse(form):
         found += re.escape(text) + ("" if name is None else f"(?P<{name}>{'.*' if name == 'text' else '.*?'})")
@@ -114,7 +114,7 @@ def _passage_pattern(form: str) -> re.Pattern[str]:
 
 
 def _premise(pattern: re.Pattern[str], text: str) -> str:
-    """Write a document as ALCE shows it to its entailment model."""
+    """Format a document like ALCE for its entailment model."""
     found = pattern.match(text)
     parts = found.groupdict() if found else {}
     return f"Title: {parts.get('title', '')}\n{parts.get('text', text if not found else '')}"
@@ -137,5 +137,5 @@ def score_qampari(output: str, question: Question) -> float:
 
 
 def _spoken(output: str, question: Question) -> str:
-    """Put the cue back with HELMET's own prompts: a model without a chat template loses QAMPARI's first item to it."""
+    """With HELMET's own prompts, restore the cue, like HELMET: it costs base models QAMPARI's first item."""
     return question.prefix + output if "cue" in question.meta else output

@@ -1,9 +1,9 @@
-"""Long texts with a question or to be summarized: NarrativeQA, ∞Bench, Multi-LexSum.
+"""Questions about long texts, and summaries of them: NarrativeQA, ∞Bench, Multi-LexSum.
 
-A prompt is an instruction, two examples without their texts, the text and the question. A text that is too long loses
-its end, and a notice says so; the answer may be in what is cut, as in HELMET. `fixed` cuts to the length; `reference`
-leaves another 200 tokens (Multi-LexSum 300) as HELMET does, but counts with the model's tokenizer, not Llama 2's.
-Generated texts are as long as needed, and the depth of the passage with the answer is spread evenly over indices.
+A prompt is an instruction, two examples without their texts, the text and the question. A text that is too long is cut
+at its end, and a notice says so. As in HELMET, the answer may be in the part that is cut. `fixed` cuts to the length.
+`reference` leaves another 200 tokens free (Multi-LexSum 300) like HELMET, but counts with the model's tokenizer instead
+of Llama 2's. Generated texts are as long as needed. The depth of the answer is spread evenly over indices.
 """
 
 import textwrap
@@ -81,8 +81,8 @@ FORMS: dict[str, Form] = {
 SHOTS = 2
 ANSWER_TOKENS = {"narrativeqa": 100, "infbench_qa": 10, "infbench_mc": 10, "infbench_sum": 1200, "multi_lexsum": 400}
 SUMMARIES = ("infbench_sum", "multi_lexsum")
-SET_ASIDE = {"multi_lexsum": 300}  # tokens for everything but text and answer; else 200
-BLOCK = 2000  # characters that are tokenized together
+SET_ASIDE = {"multi_lexsum": 300}  # tokens for everything except text and answer; default 200
+BLOCK = 2000  # characters per tokenized block
 LETTERS = "ABCD"
 INFBENCH_SEED = 42
 
@@ -90,7 +90,7 @@ INFBENCH_SEED = 42
 @dataclass(frozen=True, kw_only=True)
 class Book:
     item: Item
-    text: str | None  # None: generated
+    text: str | None  # None: generate a text
     options: tuple[str, ...] = ()
 
     @property
@@ -125,7 +125,7 @@ def _read_book(task: str, row: Record, path: str, number: int) -> Book:
     question = "" if task in SUMMARIES else str(first_field(row, ("question", "input"), path))
     options = flatten(row.get("options") or [])
     if task == "infbench_mc" and (len(options) != len(LETTERS) or answers[0] not in options):
-        raise DataError(f"{path}, record {row.get('_line')}: `options` must be four texts that include the answer.")
+        raise DataError(f"{path}, record {row.get('_line')}: `options` must be four texts, one of which is the answer.")
     item = Item(id=str(row.get("id", number)), question=question, answers=answers, extra=row)
     return Book(item=item, text="\n\n".join(flatten(text)), options=options)
 
@@ -203,7 +203,7 @@ def _choose_demos(task: str, book: Book, known: list[Book]) -> list[Book]:
 def _write_demos(task: str, demos: list[Book], wording: Wording) -> str:
     if not demos:
         return wording.fill(task, NO_DEMOS)
-    # ∞Bench's questions and answers have spaces around them.
+    # ∞Bench's questions and answers have spaces at both ends.
     trim = str.strip if task.startswith("infbench") else str
     listed = []
     for book in demos:
@@ -225,7 +225,7 @@ def _references(task: str, book: Book) -> tuple[str, ...]:
 
 
 def _key_points(book: Book) -> list[str]:
-    """Return the key points of a summary: from the record, or the sentences of a generated text."""
+    """Return the key points of a summary, from the record or from the sentences of a generated text."""
     if book.text is None:
         return [sentence for sentence in book.answer.split(". ") if sentence]
     return list(flatten(book.item.extra.get("key_points") or book.item.extra.get("keypoints") or []))
@@ -237,9 +237,9 @@ def score_qa(output: str, question: Question) -> float:
 
 
 def score_choice(output: str, question: Question) -> float:
-    """Accept the letter alone, or "B. its text" anywhere.
+    """Accept the letter alone, or "B. option text" anywhere.
 
-    HELMET uses a chat template, so no prefix is put back, except with its own prompts for a model that has none.
+    HELMET uses a chat template, so no prefix is restored, except with HELMET's prompts and base models.
     """
     metric = exact_match_reference if question.meta["mode"] == "reference" else exact_match
     output = question.prefix + output if "cue" in question.meta else output
@@ -249,7 +249,7 @@ def score_choice(output: str, question: Question) -> float:
 
 
 def _first_letter(output: str, question: Question) -> str:
-    """Find a letter such as "B." or "(B)" before other text, which HELMET counts as wrong; `fixed` mode only."""
+    """Find a letter such as "B." or "(B)" before other text (`fixed` mode only; HELMET counts it as wrong)."""
     if question.meta["mode"] == "reference":
         return ""
     words = textwrap.shorten(parse_answer(output.lstrip()), 80).replace("(", " ").split()
@@ -257,4 +257,4 @@ def _first_letter(output: str, question: Question) -> str:
 
 
 def left_to_judge(output: str, question: Question) -> None:
-    """Return None: only a judge can score this."""
+    """Return None, because only a judge can score this."""

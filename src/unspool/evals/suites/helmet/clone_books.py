@@ -1,7 +1,7 @@
-"""HELMET's tasks on long texts as its loaders write them: NarrativeQA, ∞Bench, Multi-LexSum.
+"""HELMET's long-text prompts, reproduced from its loaders: NarrativeQA, ∞Bench, Multi-LexSum.
 
-HELMET chooses and cuts texts by tokens of Llama 2, whose tokenizer the user names. It draws the examples of NarrativeQA
-and Multi-LexSum without a seed; ours depend on the question.
+HELMET chooses and cuts texts by tokens of Llama 2. The user names that tokenizer. HELMET draws the examples of
+NarrativeQA and Multi-LexSum without a seed; here they depend on the question.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +28,9 @@ def load_book(task: str, clone: Clone, length: int) -> Prompts:
     shortest = LONGER_THAN.get(task, 65_535)
     long_enough = [row for row in rows if _tokens(tokenizer, row["context"]) > shortest]
     if not long_enough:
-        raise ConfigError(f"{clone.paths[task]}: HELMET asks about texts of more than {shortest} tokens; none is.")
+        raise ConfigError(
+            f"{clone.paths[task]}: HELMET uses only texts longer than {shortest} tokens, and this file has none."
+        )
     if task.startswith("infbench") or (task == "multi_lexsum" and len(long_enough) > TESTS):
         long_enough = [long_enough[at] for at in shuffled(len(long_enough), SEED)]
     demos = _demos(task, clone, rows)
@@ -52,7 +54,7 @@ def load_book(task: str, clone: Clone, length: int) -> Prompts:
 
 
 def _row(task: str, row: Record, path: str) -> dict[str, Any]:
-    """The fields that HELMET's templates name, from rows of the Hub data sets."""
+    """The fields that HELMET's templates use, from rows of the Hub datasets."""
     text = row.get("sources") or first_field(row, ("context", "document"), path)
     answer = first_field(row, ("answers", "answer", "summary/short"), path)
     found = {
@@ -75,9 +77,9 @@ def _text(value: Any) -> Any:
 
 
 def _demos(task: str, clone: Clone, rows: Sequence[Mapping[str, Any]]) -> Callable[[Mapping[str, Any]], str]:
-    """A function that writes the examples of a question."""
+    """Return a function that writes the examples of a question."""
     forms = books.FORMS[task]
-    # The form of ∞Bench's examples is a text of the clone; HELMET writes the others where it uses them, as ours are.
+    # The clone has the form of ∞Bench's examples. HELMET builds the others in code, like the built-in wording.
     form = clone.words(task).texts.get("temp")
     if task.startswith("infbench"):
         known: Sequence[Mapping[str, Any]] = rows
@@ -96,7 +98,7 @@ def _demos(task: str, clone: Clone, rows: Sequence[Mapping[str, Any]]) -> Callab
         seed = SEED if known is rows else seed_of(row["question"] or row["id"])
         shown = [others[at] for at in shuffled(len(others), seed)[:SHOTS]]
         text = forms[books.DEMOS].own.format(demos="\n\n".join(map(written, shown)))
-        # Of the clone's template, not of the examples.
+        # This suffix belongs to the clone's template, not to the examples.
         return text.removesuffix(forms[books.NO_DEMOS].own)
 
     return listed
@@ -105,15 +107,15 @@ def _demos(task: str, clone: Clone, rows: Sequence[Mapping[str, Any]]) -> Callab
 def _tokenizer(task: str, clone: Clone) -> Any:
     if LLAMA2 not in clone.paths:
         raise ConfigError(
-            f"reference: HELMET chooses and cuts the texts of {task} by tokens of Llama 2; give its tokenizer, "
-            f"a folder or a name on the Hub, as {LLAMA2} under `paths`, or leave {task} out of `tasks`."
+            f"reference: HELMET chooses and cuts the texts of {task} by tokens of Llama 2; set its tokenizer, "
+            f"a folder or a name on the Hub, as {LLAMA2} under `paths`, or remove {task} from `tasks`."
         )
-    from unspool.models.tokenizer import load_tokenizer  # late: transformers takes long to load
+    from unspool.models.tokenizer import load_tokenizer  # import late: transformers loads slowly
 
     return load_tokenizer(clone.paths[LLAMA2])
 
 
-@lru_cache(4096)  # many questions are about one story
+@lru_cache(4096)  # many questions share one story
 def _tokens(tokenizer: Any, text: str) -> int:
     return len(tokenizer(text, verbose=False)["input_ids"])
 

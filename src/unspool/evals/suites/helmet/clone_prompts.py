@@ -1,4 +1,4 @@
-"""Questions of HELMET's tasks as its loaders draw and write them, with its seed, 42, from its files."""
+"""HELMET's questions, reproduced from its files with the draws and formats of its loaders (seed 42)."""
 
 import hashlib
 import json
@@ -26,7 +26,7 @@ def load(task: str, clone: Clone, length: int) -> Prompts:
 
 
 def shuffled(count: int, seed: int) -> list[int]:
-    """The order in which Hugging Face's `Dataset.shuffle` puts so many rows."""
+    """Order of `count` rows after Hugging Face's `Dataset.shuffle`."""
     return [int(at) for at in np.random.default_rng(seed).permutation(count)]
 
 
@@ -35,7 +35,7 @@ def seed_of(text: str) -> int:
 
 
 def _lines(path: Path, fields: Sequence[str]) -> list[tuple[int, Record]]:
-    """The offsets of a file's records and these fields of them, since files have up to 4 GB."""
+    """(offset, selected fields) of a file's records, because files have up to 4 GB."""
     found: list[tuple[int, Record]] = []
     with path.open("rb") as file:
         offset = 0
@@ -47,7 +47,7 @@ def _lines(path: Path, fields: Sequence[str]) -> list[tuple[int, Record]]:
                 raise DataError(f"{path}, line {number}: not a JSON object ({error}).") from error
             offset += len(line)
     if not found:
-        raise DataError(f"{path}: no records; one JSON object per line is expected.")
+        raise DataError(f"{path}: no records; expected one JSON object per line.")
     return found
 
 
@@ -59,14 +59,14 @@ def _row(path: Path, offset: int) -> Record:
 
 
 def _draw_questions(rows: Sequence[tuple[int, Record]], key: str) -> list[int]:
-    """Draw HELMET's 100 questions; all of their rows are asked, one for each depth."""
+    """Draw HELMET's 100 questions. All of their rows are used, one for each depth."""
     keys = sorted({row[key] for _, row in rows})
     chosen = set(random.Random(SEED).sample(keys, min(TESTS, len(keys))))
     return [offset for offset, row in rows if row[key] in chosen]
 
 
 def _mixed(prompts: Prompts) -> Prompts:
-    """Put prompts in an order whose first ones, which a short run asks, are of many questions and all depths."""
+    """Shuffle prompts, so that a short run covers many questions and all depths."""
     return [prompts[at] for at in rng_for(0, "helmet released", len(prompts)).permutation(len(prompts))]
 
 
@@ -212,7 +212,7 @@ def _load_alce(task: str, clone: Clone, length: int) -> Prompts:
                 "shots": SHOTS,
                 "question": row["question"],
                 "answers": [[aliases] if isinstance(aliases, str) else list(aliases) for aliases in answers],
-                # HELMET lets an answer cite all that were retrieved, shown or not.
+                # In HELMET, an answer may cite all retrieved documents, shown or not.
                 "documents": [f"Title: {one['title']}\n{one['text']}" for one in row["docs"]],
             },
         )
@@ -223,7 +223,7 @@ def _load_alce(task: str, clone: Clone, length: int) -> Prompts:
 def _load_icl(task: str, clone: Clone, length: int) -> Prompts:
     words = clone.words(task)
     tests = _labeled(task, clone, task)
-    if task == "nlu" and "nlu_demos" not in clone.paths:  # one split, of which HELMET takes a tenth
+    if task == "nlu" and "nlu_demos" not in clone.paths:  # one split, of which HELMET uses a tenth
         order, count = shuffled(len(tests), SEED), math.ceil(len(tests) / 10)
         train, tests = [tests[at] for at in order[count:]], [tests[at] for at in order[:count]]
     else:
@@ -231,7 +231,7 @@ def _load_icl(task: str, clone: Clone, length: int) -> Prompts:
     if len(tests) > icl.TESTS:
         tests = icl.balance([tests[at] for at in shuffled(len(tests), SEED)], icl.TESTS, SEED)
     number = {label: at for at, label in enumerate(sorted({label for _, label in [*train, *tests]}))}
-    # Labels that are whole numbers already are the Hub data set's own.
+    # Labels that are already whole numbers come from the Hub dataset.
     if all(label.isdigit() for label in number):
         number = {label: int(label) for label in number}
     count = icl.COUNTS[task][LENGTHS.index(length)]
@@ -263,17 +263,17 @@ def _labeled(task: str, clone: Clone, name: str) -> icl.Labeled:
 
 
 def _first(row: Record, names: Sequence[str], path: str) -> Any:
-    """The first of the fields that is there; a label may be 0."""
+    """The first field that is present. Its value may be the label 0."""
     present = [name for name in names if row.get(name) is not None]
     return row[present[0]] if present else first_field(row, tuple(names), path)
 
 
 def hub_rows(task: str, clone: Clone, name: str) -> list[Record]:
-    """Rows of a data set that HELMET loads from the Hub."""
+    """Rows of a dataset that HELMET loads from the Hub."""
     if name not in clone.paths:
         raise ConfigError(
-            f"reference: HELMET loads {task} from the Hugging Face Hub; give its rows as {name} under `paths` (JSON "
-            f"lines, or hub:ORG/NAME), or leave {task} out of `tasks`."
+            f"reference: HELMET loads {task} from the Hugging Face Hub; set its rows as {name} under `paths` (JSON "
+            f"lines, or hub:ORG/NAME), or remove {task} from `tasks`."
         )
     return read_records(clone.paths[name])
 
@@ -283,7 +283,7 @@ def _answers(value: Any) -> tuple[str, ...]:
 
 
 def _load_book(task: str, clone: Clone, length: int) -> Prompts:
-    # Late: it needs this module.
+    # Import late: it imports this module.
     from unspool.evals.suites.helmet.clone_books import load_book
 
     return load_book(task, clone, length)

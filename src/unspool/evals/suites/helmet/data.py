@@ -1,12 +1,12 @@
-"""HELMET's data: questions with passages from files or generated, pools of distractors, and the suite's sources.
+"""HELMET's data: questions with passages (from files or generated), distractor pools, and the suite's sources.
 
-Questions are read in the formats of HELMET's released files, lost-in-the-middle, HotpotQA, PopQA and MS MARCO. Of the
-fields below, the first that a record has is used. A record that lacks a field is refused with file, line and the fields
-that it has.
+Questions can have the formats of HELMET's released files, lost-in-the-middle, HotpotQA, PopQA and MS MARCO. The first
+field below that a record has is used. A record without a required field is refused; the error names file, line and the
+record's fields.
 
 rag, cite: `question`, `query` or `input`; `answers` or `answer`, `aliases`; gold passages `gold`, `pos`, `gold_passage`
-with `gold_title`, or `ctxs` with `has_answer`; others `neg`, `retrieved`; ALCE's ranked `docs`; `s_pop` (PopQA leaves
-out log10 ≥ 3); ASQA `qa_pairs` with `short_answers`.
+with `gold_title`, or `ctxs` with `has_answer`; others `neg`, `retrieved`; ALCE's ranked `docs`; `s_pop` (PopQA drops
+log10 ≥ 3); ASQA `qa_pairs` with `short_answers`.
 rerank: `query`; `ctxs` with `label`, `passages` with `is_selected`, or `pos` and `neg`.
 longqa, summ: `context`, `document`, `text`, `passage` or `sources`; `question` or `input`; `answer`, `answers`,
 `summary/short` or `summary`; `options` for `infbench_mc`; `key_points` for a judge.
@@ -41,19 +41,19 @@ BOOKS = ("narrativeqa", "infbench_qa", "infbench_mc", "infbench_sum", "multi_lex
 LABELS = {"trec_coarse": 6, "trec_fine": 50, "banking77": 77, "clinc150": 151, "nlu": 68}
 WITH_PASSAGES = (*RAG, "msmarco", *CITE)
 TASKS = (*WITH_PASSAGES, *BOOKS, *LABELS)
-# Files that users may give: a task's questions, with _passages its pool of distractors, with _demos its examples
-# (for ICL the labeled training set); `passages` is the pool of every task that has none of its own.
+# Files that users may provide: a task's questions, its pool of distractors (suffix _passages) and its examples (suffix
+# _demos; for ICL the labeled training set). `passages` is the pool of every task without its own.
 PATHS = {"passages", "haystack", "llama2_tokenizer", *TASKS, *(f"{task}_demos" for task in TASKS)}
 PATHS |= {f"{task}_passages" for task in WITH_PASSAGES}
-POPULAR = 3  # log10 of page views from which HELMET drops PopQA's questions
-AMONG = 100  # best-ranked passages among which a gold one is looked for
-# BM25 ranks this many passages; beyond that, similarity hardly matters, and sorting takes long.
+POPULAR = 3  # log10 of page views; HELMET drops PopQA questions at or above this
+AMONG = 100  # number of best-ranked passages to search for a gold passage
+# BM25 ranks this many passages. Beyond that, similarity barely matters, and sorting is slow.
 RANKED = 8192
-# Scores are compared after rounding, so that last digits that differ between machines change no order.
+# Round scores before comparing, so that last digits that differ between machines do not change the order.
 STEPS = 1024
 _WORD = re.compile(r"\w+")
 
-# Names of a task's texts, besides the template and the prefix.
+# Names of a task's texts, in addition to template and prefix.
 PASSAGE, DEMO = "passage", "demo"
 
 
@@ -140,7 +140,7 @@ def has_answer(passage: Passage, answers: Collection[str]) -> bool:
 
 
 class Pool:
-    """Passages to fill contexts with, most similar to the question first; `more` generates any number of others."""
+    """Passages that fill contexts, most similar to the question first. `more` generates further passages."""
 
     def __init__(self, passages: Sequence[Passage], more: Callable[[int], Passage] | None = None) -> None:
         self.passages = list(passages)
@@ -148,7 +148,7 @@ class Pool:
 
     @cached_property
     def _index(self) -> tuple["BM25", dict[str, int]]:
-        # Late, because suites are imported to check recipes, and bm25s takes long to import.
+        # Import late: recipe checks import suites, and bm25s loads slowly.
         from unspool.data.strategies.retrieval import BM25
 
         words: dict[str, int] = {}
@@ -159,7 +159,7 @@ class Pool:
         return BM25(chunks, query_terms=None), words
 
     def ranked(self, question: str) -> Iterator[Passage]:
-        """Yield all passages: the most similar ones first (BM25), the rest in their own order, then generated ones."""
+        """Yield all passages: most similar first (BM25), then the rest in file order, then generated ones."""
         from unspool.data.strategies.retrieval import best
 
         bm25, words = self._index
@@ -174,7 +174,7 @@ class Pool:
             yield from map(self._more, count())
 
     def distractors(self, item: Item) -> Iterator[Passage]:
-        """Yield passages without an answer: those of the question's record first, then the pool."""
+        """Yield passages without an answer: first from the question's record, then from the pool."""
         seen = {*item.gold, *item.others}
         yield from (passage for passage in item.others if not has_answer(passage, item.answers))
         for passage in self.ranked(item.question):
@@ -182,7 +182,7 @@ class Pool:
                 yield passage
 
     def gold_for(self, item: Item) -> Passage | None:
-        """Find the most similar passage that has an answer, for questions that come without passages."""
+        """Find the most similar passage with an answer, for questions without passages."""
         for passage, _ in zip(self.ranked(item.question), range(AMONG), strict=False):
             if has_answer(passage, item.answers):
                 return passage
@@ -195,7 +195,7 @@ class QaSet:
     demos: Sequence[Item]
     pool: Pool
     generated: bool
-    variants: Mapping[str, Sequence[Item]] = field(default_factory=dict)  # by question id: its contexts as released
+    variants: Mapping[str, Sequence[Item]] = field(default_factory=dict)  # by question id: its released contexts
 
 
 @dataclass
@@ -216,7 +216,7 @@ class Sources:
         return found
 
     def records(self, name: str) -> list[Record] | None:
-        """Read the file of that name; None if the user gave none."""
+        """Read the user's file of that name. None if there is none."""
         if name not in self.paths:
             return None
         found: list[Record] = self.cached(f"records {name}", lambda: read_records(self.paths[name]))
@@ -224,7 +224,7 @@ class Sources:
 
 
 def choose(items: Sequence[Item], task: str, seed: int, index: int) -> Item:
-    """Return the question of an index: all of them in a random order, then again."""
+    """Return the question of an index: random order over all questions, then repeated."""
     order = rng_for(seed, "helmet order", task).permutation(len(items))
     return items[int(order[index % len(items)])]
 
@@ -246,12 +246,12 @@ def _load_qa(task: str, paths: Mapping[str, str]) -> QaSet:
     demos = _read_items(task, paths[f"{task}_demos"]) if f"{task}_demos" in paths else items
     path = paths.get(f"{task}_passages", paths.get("passages"))
     pool = Pool(_all_passages([*items, *demos], read_passages(path) if path else []))
-    # ALCE asks whatever its retriever found.
+    # ALCE uses all questions, whatever its retriever found.
     asked = partial(_with_gold, pool=pool, keep_released=task in CITE)
     answered = asked(items)
     items, demos = answered, answered if demos is items else asked(demos)
     if not items:
-        raise DataError(f"{paths[task]}: no question has a passage with its answer; give passages as {task}_passages.")
+        raise DataError(f"{paths[task]}: no question has a passage with its answer; set passages as {task}_passages.")
     return QaSet(items, demos, pool, False, variants)
 
 
@@ -260,7 +260,7 @@ def _read_items(task: str, path: str) -> list[Item]:
     rows = [row for row in read_records(path) if math.log10(max(1, int(row.get("s_pop") or 1))) < POPULAR]
     if not rows:
         raise ConfigError(
-            f"{path}: every question has log10(s_pop) ≥ {POPULAR}, which HELMET drops; give less popular questions."
+            f"{path}: every question has log10(s_pop) ≥ {POPULAR}, which HELMET drops; use less popular questions."
         )
     return [make(row, path) for row in rows]
 
@@ -271,7 +271,7 @@ def _all_passages(items: Sequence[Item], others: Sequence[Passage]) -> list[Pass
 
 
 def _with_gold(items: Sequence[Item], *, pool: Pool, keep_released: bool) -> list[Item]:
-    """Give questions without passages the best one of the pool; drop those that no passage answers."""
+    """Add the best passage of the pool to questions without passages. Drop questions that no passage answers."""
     found = []
     for item in items:
         if item.gold or (keep_released and item.released):

@@ -1,8 +1,8 @@
-"""HELMET from the user's clone of its repository: its words, its files, its draws.
+"""HELMET from a user's clone of its repository: wording, files and random draws.
 
-Words come from the clone's `data.py` and `prompts/`, which are read and never run; questions from its `data/`, where
-its download script puts them, and those of Hub data sets from files that the user names. Where JSON-KV's and RULER's
-files are missing, their questions are generated, with the clone's words around them.
+The wording comes from the clone's `data.py` and `prompts/`, which are parsed and never run. Questions come from its
+`data/`, where its download script puts them. For Hub datasets, the user names the files. If JSON-KV's or RULER's files
+are missing, their questions are generated with the clone's wording.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -27,12 +27,12 @@ from unspool.evals.wording import PREFIX, TEMPLATE, Wording
 
 REPO, VERSION = "princeton-nlp/HELMET", "4526dfb"
 KNOWN = {
-    "data.py": ("a47c53d5f42d6746", "5a6051ff7596ee43"),  # of April and of February 2025, the same words
+    "data.py": ("a47c53d5f42d6746", "5a6051ff7596ee43"),  # versions of April and February 2025, with equal wording
     "prompts/asqa_revised.json": ("99ebb9d7371895dc",),
     "prompts/qampari_revised.json": ("d73e184ec6d9fd6b",),
 }
 SHOTS = 2
-# The clone's function that loads a task, and the name of the data set that it is given.
+# The clone's loader function of a task, and the dataset name passed to it.
 _LOADERS = {
     "json_kv": ("load_json_kv", "json_kv"),
     "niah_multikey_2": ("load_ruler", "ruler_niah_mk_2"),
@@ -54,7 +54,7 @@ _KILT = "data/kilt/{}_1000_k{{}}_dep{}.jsonl"
 _SPLITS = {task: (f"{task}-dev-multikilt", f"{task}-train-multikilt") for task in RAG}
 _SPLITS["popqa"] = ("popqa_test", "popqa_test")
 _DEPTHS = dict.fromkeys(RAG, 6) | {"hotpotqa": 3}
-# The clone's files with questions, by their number of passages or keys or by length, and with examples.
+# The clone's files of questions (named by number of passages, number of keys or length) and examples.
 _FILES = {
     "json_kv": "data/json_kv/test_k{}_dep6.jsonl",
     **{task: f"data/ruler/{task}/validation_{{}}.jsonl" for task in NEEDLES},
@@ -79,7 +79,7 @@ LENGTHS = tuple(rag.COUNTS)
 
 @dataclass(frozen=True, kw_only=True)
 class Filled:
-    """What HELMET puts into a template, and what the answer is compared with."""
+    """Values that HELMET fills into a template, and the references of the answer."""
 
     values: Mapping[str, Any]
     references: tuple[str, ...]
@@ -96,12 +96,12 @@ class Words:
 
     def __getitem__(self, name: str) -> str:
         if name not in self.texts:
-            raise DataError(f"reference: data.py has no {name} for helmet {self.task}; give a clone of {REPO}.")
+            raise DataError(f"reference: data.py has no {name} for helmet {self.task}; pass a clone of {REPO}.")
         return self.texts[name]
 
     @property
     def gap(self) -> str:
-        """What stands between the message and the answer's cue where there is no chat."""
+        """Text between the message and the answer's cue without a chat template."""
         return self["prompt_template"].removeprefix(self["user_template"]).removesuffix(self["system_template"])
 
     def question(self, filled: Filled) -> Question:
@@ -127,7 +127,7 @@ class Words:
 @dataclass(frozen=True)
 class Clone:
     root: Path
-    paths: Mapping[str, str]  # the user's files, by name of a task
+    paths: Mapping[str, str]  # the user's files by task name
 
     @cached_property
     def _texts(self) -> PythonTexts:
@@ -138,7 +138,7 @@ class Clone:
 
     @cached_property
     def omitted(self) -> str:
-        """What stands in place of the rest of a long text."""
+        """Text that replaces the end of a long text."""
         return self._texts.function("truncate_llama2")["postfix_text"]
 
     def is_generated(self, task: str, length: int) -> bool:
@@ -154,7 +154,7 @@ class Clone:
         return Path(self.paths.get(f"{task}_demos") or self.root / _DEMO_FILES[task])
 
     def wording(self, tasks: Iterable[str]) -> dict[str, dict[str, str]]:
-        """Words of tasks that are generated, since their files are missing."""
+        """Wording of tasks that are generated because their files are missing."""
         found = {}
         for task in tasks:
             words = self.words(task)
@@ -165,7 +165,7 @@ class Clone:
         return found
 
     def needed(self, tasks: Sequence[str], lengths: Sequence[int]) -> list[str]:
-        """Names of the clone's files that questions are taken from; ConfigError if one is missing."""
+        """Names of the clone's files with the questions. Raises ConfigError if one is missing."""
         found = []
         for task in tasks:
             if task in _FILES and task not in self.paths:
@@ -175,8 +175,8 @@ class Clone:
             for name in found:
                 if not (self.root / name).is_file():
                     raise ConfigError(
-                        f"reference {self.root}: {name} is missing, which helmet {task} needs; get HELMET's data with "
-                        f"its scripts/download_data.sh, give a file as {task} under `paths`, or leave {task} out."
+                        f"reference {self.root}: {name} is missing, and helmet {task} needs it; get HELMET's data with "
+                        f"its scripts/download_data.sh, set a file as {task} under `paths`, or remove {task}."
                     )
         return list(dict.fromkeys(found))
 
@@ -186,7 +186,7 @@ Prompts = Sequence[Callable[[], Filled]]
 
 
 class PromptList(Sequence[Question]):
-    """Questions that are read and written when they are asked for, since files have up to 4 GB."""
+    """Questions that are read and built on access, because files have up to 4 GB."""
 
     def __init__(self, words: Words, load: Callable[[], Prompts]) -> None:
         self._words, self._load = words, load
@@ -210,8 +210,8 @@ class PromptList(Sequence[Question]):
         except (ValueError, KeyError, TypeError, IndexError) as error:
             task = self._words.task
             raise DataError(
-                f"reference: {what} of helmet {task} is not as HELMET has it ({type(error).__name__}: {error}); get "
-                f"its data anew, or leave {task} out."
+                f"reference: {what} of helmet {task} has an unexpected format ({type(error).__name__}: {error}); "
+                f"download its data again, or remove {task}."
             ) from error
 
 
@@ -247,9 +247,9 @@ def read(path: Path, config: TaskEval) -> Reference:
 
 
 def fit(asked: Question, encoder: PromptEncoder, *, chat: bool, limit: int) -> Question:
-    """Leave the cue to a chat model, and cut the end of a context that is too long, both as HELMET does.
+    """Omit the cue for a chat model, and cut the end of a context that is too long, like HELMET.
 
-    The context is cut by as many of its own tokens as the prompt has too many, so a token more may remain.
+    The number of excess tokens is cut from the context's own tokens, so one extra token may remain.
     """
     if "cue" not in asked.meta:
         return asked
@@ -261,5 +261,5 @@ def fit(asked: Question, encoder: PromptEncoder, *, chat: bool, limit: int) -> Q
     start = asked.meta["head"]
     found = encoder.tokenizer(asked.context[start:], return_offsets_mapping=True, verbose=False)
     if excess >= len(found["offset_mapping"]):
-        raise ConfigError("helmet: a question is longer than its length even without a context; use a greater length.")
+        raise ConfigError("helmet: a question does not fit its length even without a context; use a larger length.")
     return replace(asked, context=asked.context[: start + found["offset_mapping"][-excess][0]])

@@ -1,8 +1,8 @@
-"""In-context learning: many sentences with integer labels, then one without.
+"""In-context learning: many sentences with integer labels, then one without a label.
 
-Labels are reshuffled for every test sentence and examples are balanced over labels. The seed of both is HELMET's: the
-sentence's hash plus the run's seed. `fixed` fills the length, and always shows an example of the right label;
-`reference` takes HELMET's number of examples.
+Labels are renumbered for every test sentence, and examples are balanced over labels. Both use HELMET's seed: the
+sentence's hash plus the run's seed. `fixed` fills the length and always includes an example with the right label.
+`reference` uses HELMET's number of examples.
 """
 
 import hashlib
@@ -34,7 +34,7 @@ _FORM: Form = {
 FORMS: dict[str, Form] = dict.fromkeys(LABELS, _FORM)
 ANSWER_TOKENS = 20
 TESTS = 500
-SPARE, LAST = 400, 20  # spare examples to fill the rest of the length with; last examples that they may replace
+SPARE, LAST = 400, 20  # spare examples that fill the rest of the length; last examples that they may replace
 LENGTHS = (4096, 8192, 16384, 32768, 65536, 131072)
 COUNTS = {
     "trec_coarse": (200, 400, 800, 1600, 3300, 6600),
@@ -48,7 +48,7 @@ Labeled = list[tuple[str, str]]
 
 
 def load_sentences(task: str, sources: Sources) -> tuple[Labeled, Labeled, bool]:
-    """Return examples, tests (at most 500, balanced), and whether both are generated."""
+    """Return (examples, at most 500 balanced tests, True if both are generated)."""
     found: tuple[Labeled, Labeled, bool] = sources.cached(f"icl {task}", lambda: _read(task, sources))
     return found
 
@@ -63,7 +63,7 @@ def _read(task: str, sources: Sources) -> tuple[Labeled, Labeled, bool]:
     pairs: dict[str, Labeled] = {}
     for name, records in rows.items():
         if records is None:
-            raise DataError(f"paths: {task} has test sentences but no examples; give {task}_demos too.")
+            raise DataError(f"paths: {task} has test sentences but no examples; also set {task}_demos.")
         path = sources.paths[name]
         pairs[name] = [(str(first_field(row, ("text",), path)), str(first_field(row, fields, path))) for row in records]
     train, tests = pairs[f"{task}_demos"], pairs[task]
@@ -75,7 +75,7 @@ def _read(task: str, sources: Sources) -> tuple[Labeled, Labeled, bool]:
 
 
 def balance(data: Sequence[tuple[str, str]], count: int, seed: int) -> Labeled:
-    """Choose balanced examples as HELMET does: rounds of all labels, each in random order, the last one cut."""
+    """Choose balanced examples like HELMET: rounds over all labels in random order; the last round is cut."""
     rng = random.Random(seed)
     by_label: dict[str, Labeled] = {}
     for pair in data:
@@ -111,7 +111,7 @@ def build(task: str, sources: Sources, ask: Ask) -> Question:
         return wording.fill(task, DEMO, text=pair[0], label=number[pair[1]])
 
     def size(pair: tuple[str, str]) -> int:
-        # Texts are counted once, apart from the labels, which change with every question.
+        # Count texts once, without labels, because labels change with every question.
         return meter.piece(pair[0]) + meter.piece(wording.fill(task, DEMO, text="", label=number[pair[1]])) + meter.gap
 
     mean = sum(size(pair) for pair in train[:200]) / len(train[:200])
@@ -120,7 +120,7 @@ def build(task: str, sources: Sources, ask: Ask) -> Question:
     used = meter.piece(head) + meter.piece(question + prefix)
     reference = ask.mode == "reference"
     counts = dict(zip(LENGTHS, COUNTS[task], strict=True))
-    # Some more than the mean size suggests, since the first examples may be short.
+    # Slightly more than the mean size suggests, because the first examples may be short.
     wanted = table_count(counts, ask.length) if reference else max(1, round(1.1 * limit / mean))
     drawn = balance(train, wanted, seed)
     ends = list(accumulate(map(size, drawn)))
@@ -141,7 +141,7 @@ def build(task: str, sources: Sources, ask: Ask) -> Question:
         )
 
     def fit_examples(free: int) -> Labeled:
-        """Choose whole examples that fill the free tokens best and include one of the right label."""
+        """Choose whole examples that best fill the free tokens and include one with the right label."""
         fits = bisect_right(ends, free)
         kept, free = drawn[:fits], free - ends[fits - 1] if fits else free
         if label not in {label for _, label in kept}:
@@ -151,7 +151,7 @@ def build(task: str, sources: Sources, ask: Ask) -> Question:
         while fitting := [pair for pair in spare if size(pair) <= free]:
             kept.append(max(fitting, key=size))
             free -= size(kept[-1])
-        # Longer examples replace some of the last ones, to fill what is still free.
+        # Replace some of the last examples by longer ones, to fill the remaining tokens.
         for at in range(max(0, len(kept) - LAST), len(kept)):
             longer = [new for new in by_size if 0 < new - size(kept[at]) <= free and kept[at][1] != label]
             if longer:
@@ -165,12 +165,12 @@ def build(task: str, sources: Sources, ask: Ask) -> Question:
 
 @lru_cache(16)
 def _sort_labels(labels: tuple[str, ...]) -> list[str]:
-    """Sort the different labels, so that their numbers do not depend on the order of a file."""
+    """Sort the distinct labels, so that their numbers do not depend on file order."""
     return sorted(set(labels))
 
 
 def score(output: str, question: Question) -> float:
-    """Score the first line alone; the prefix is put back, and parsing removes it again."""
+    """Score only the first line. The prefix is restored, and parsing removes it again."""
     metric = exact_match_reference if question.meta["mode"] == "reference" else exact_match
     answer = parse_answer(question.prefix + first_line(output, question), cue_of(question))
     return best(metric, answer, question.references)

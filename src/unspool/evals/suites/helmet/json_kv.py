@@ -1,7 +1,7 @@
-"""JSON-KV: an object of UUIDs, two examples, one key to look up.
+"""JSON-KV: a JSON object of UUIDs, two examples, and one key to look up.
 
-`fixed` fills the length and spreads the key's depth evenly over indices; `reference` takes HELMET's number of keys for
-the length, and a random one of them.
+`fixed` fills the length and spreads the key's depth evenly over indices. `reference` uses HELMET's number of keys for
+the length and a random key.
 """
 
 import uuid
@@ -63,7 +63,7 @@ def build(sources: Sources, ask: Ask) -> Question:
         count = table_count(COUNTS, ask.length)
         extra_chars = 0
         if ask.mode == "fixed":
-            # One pair less than would fit; a longer value takes the rest, since characters are finer steps.
+            # Use one pair less than fits. A longer value fills the rest, because characters are finer steps.
             free = budget - fixed
             count = max(FEWEST, min(int((limit - fixed) / tokens_per_pair) - 1, int(free / tokens_per_pair)))
             extra_chars = max(0, int((free - count * tokens_per_pair) * chars_per_token))
@@ -73,7 +73,7 @@ def build(sources: Sources, ask: Ask) -> Question:
         at = min(count - 1, int(depth * count))
         others = [number for number in range(count) if number != at]
         shown = [known[number] for number in rng.permutation(others)[: SHOTS + 1]]
-        # The longer value is one that no question asks for and no example shows.
+        # Lengthen a value that neither the question nor an example uses.
         longer = lengthen(shown[-1][1], extra_chars)
         text = ",\n ".join(entry(key, longer if key == shown[-1][0] else value) for key, value in known)
         examples = "".join(wording.fill(TASK, DEMO, question=key, answer=value) for key, value in shown[:SHOTS])

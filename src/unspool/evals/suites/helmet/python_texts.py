@@ -1,4 +1,4 @@
-"""Texts that functions of a Python file assign to names. The file is parsed, never run."""
+"""Read texts that functions of a Python file assign to names. The file is parsed, never run."""
 
 import ast
 from collections.abc import Iterable, Iterator
@@ -8,22 +8,22 @@ from unspool.core.errors import ConfigError, DataError
 
 
 class PythonTexts:
-    """A parsed Python file; `expected` names the file that the user should have given."""
+    """A parsed Python file. `expected` describes the right file for error messages."""
 
     def __init__(self, path: Path, expected: str) -> None:
         self._where, self._expected = str(path), expected
         try:
             self._tree = ast.parse(path.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{path}: cannot be read ({error}); give {expected}.") from error
+            raise ConfigError(f"{path}: cannot be read ({error}); pass {expected}.") from error
         except SyntaxError as error:
-            raise DataError(f"{path}: not Python ({error.msg}); give {expected}.") from error
+            raise DataError(f"{path}: not Python ({error.msg}); pass {expected}.") from error
 
     def function(self, name: str, dataset: str = "") -> dict[str, str]:
-        """The texts that a function assigns to names for a data set, and the defaults of its arguments.
+        """Texts that a function assigns to names for a dataset, and defaults of its arguments.
 
-        Of branches that ask for parts of the data set's name, only those that it has are read, all others not at all.
-        `a if … else b` gives a under the name and b under the name with "_else".
+        Branches whose condition is a part of the dataset's name are read only if the name contains it. Other branches
+        are skipped. `a if … else b` stores a under the name, and b under the name with "_else".
         """
         for node in self._tree.body:
             if isinstance(node, ast.FunctionDef) and node.name == name:
@@ -35,7 +35,7 @@ class PythonTexts:
         raise self._missing(name)
 
     def _missing(self, name: str) -> DataError:
-        return DataError(f"{self._where}: {name} is missing; give {self._expected}.")
+        return DataError(f"{self._where}: {name} is missing; pass {self._expected}.")
 
 
 def _names(node: ast.Assign) -> list[str]:
@@ -66,7 +66,7 @@ def _assign(found: dict[str, str], name: str, value: ast.expr) -> None:
 
 
 def _parts(value: ast.expr, found: dict[str, str]) -> Iterator[str | None]:
-    """The texts that a sum consists of; None for anything else."""
+    """Texts that a sum consists of; None for other expressions."""
     if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Add):
         yield from _parts(value.left, found)
         yield from _parts(value.right, found)
@@ -77,7 +77,7 @@ def _parts(value: ast.expr, found: dict[str, str]) -> Iterator[str | None]:
 
 
 def _holds(test: ast.expr, dataset: str) -> bool | None:
-    """Whether a condition such as `"qa" in dataset` holds; None if it asks for something else."""
+    """Value of a condition such as `"qa" in dataset`; None for other conditions."""
     if isinstance(test, ast.BoolOp):
         parts = [_holds(part, dataset) for part in test.values]
         if None in parts:

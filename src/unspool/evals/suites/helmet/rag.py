@@ -1,8 +1,8 @@
 """RAG: instruction, two examples with three passages each, passages, question.
 
-`fixed` fills the length with the passages most similar to the question, in random order, and spreads the depth of the
-gold passage evenly over indices. `reference` takes HELMET's number of passages for the length, six depths (HotpotQA
-three) for each question, and cuts the end if the prompt is too long.
+`fixed` fills the length with the passages most similar to the question, in random order. The depth of the gold passage
+is spread evenly over indices. `reference` uses HELMET's number of passages for the length and six depths per question
+(HotpotQA three), and cuts the end of a prompt that is too long.
 """
 
 import hashlib
@@ -36,18 +36,18 @@ ANSWER_TOKENS = 20
 SHOTS, DEMO_PASSAGES = 2, 3
 # HELMET's number of passages at each of its lengths.
 COUNTS = {4096: 20, 8192: 50, 16384: 105, 32768: 220, 65536: 440, 131072: 1000}
-# Examples may take at most one third of the prompt.
+# Examples may use at most 1/3 of the prompt.
 DEMO_SHARE = 3
 
 
 def table_count(counts: dict[int, int], length: int) -> int:
-    """Return HELMET's number for a length; other lengths get a number in proportion to the nearest one."""
+    """Return HELMET's number for a length. Other lengths scale the nearest one."""
     nearest = min(counts, key=lambda known: abs(known - length))
     return max(1, round(counts[nearest] * length / nearest))
 
 
 def demo_order(item_id: str, count: int) -> np.ndarray:
-    """Shuffle with the hash of the question's id as seed, as HELMET does."""
+    """Shuffle with the hash of the question's id as seed, like HELMET."""
     seed = int(hashlib.sha256(item_id.encode()).hexdigest(), 16) % 2**31
     order: np.ndarray = np.random.default_rng(seed).permutation(count)
     return order
@@ -69,21 +69,21 @@ def demo_passages(data: QaSet, demo: Item, count: int) -> list[Passage]:
 
 @dataclass(frozen=True, kw_only=True)
 class PassagePrompt:
-    """A question, and its prompt without the passages."""
+    """A question and its prompt without passages."""
 
     item: Item
     data: QaSet
-    head: str  # up to the passages, examples included
+    head: str  # text before the passages, including examples
     question: str
     prefix: str
     shots: int
-    tokens: int  # of head, question and prefix
+    tokens: int  # tokens of head, question and prefix
 
     @classmethod
     def build(cls, task: str, sources: Sources, ask: Ask, limit: int, write_demo: WriteDemo, repeats: int = 1) -> Self:
-        """Choose question and examples; `fixed` mode drops examples that would take too much of the limit.
+        """Choose question and examples. `fixed` mode drops examples that use too much of the limit.
 
-        `write_demo` writes an example. In `reference` mode, each question comes `repeats` times.
+        `write_demo` formats an example. In `reference` mode, each question occurs `repeats` times.
         """
         data, meter, wording = sources.qa(task), sources.meter, sources.wording
         reference = ask.mode == "reference"
@@ -98,7 +98,7 @@ class PassagePrompt:
 
 
 def with_gold(others: Sequence[str], gold: Sequence[str], depths: Sequence[float]) -> tuple[list[str], list[int]]:
-    """Insert gold texts among the others at their depths; return all texts and the positions of the gold ones."""
+    """Insert gold texts at their depths. Returns (all texts, positions of gold texts)."""
     texts: list[str | None] = [None] * (len(others) + len(gold))
     positions = []
     for text, depth in zip(gold, depths, strict=True):
@@ -112,7 +112,7 @@ def with_gold(others: Sequence[str], gold: Sequence[str], depths: Sequence[float
 
 
 def gold_depths(task: str, ask: Ask, count: int) -> list[float]:
-    """Spread the depths of `count` gold passages evenly over indices, each with an offset of its own."""
+    """Spread the depths of `count` gold passages evenly over indices, each with its own offset."""
     start = float(rng_for(ask.seed, "helmet depth", task).random())
     return [spread(ask.index, (start + 0.618 * number) % 1) for number in range(count)]
 
@@ -179,18 +179,18 @@ def _write_demo(task: str, sources: Sources, demo: Item) -> str:
 def first_line(output: str, question: Question) -> str:
     """Cut an output at its first newline, except in `reference` mode.
 
-    HELMET's configs ask for a stop at newlines with `stop_new_line`, which its parser does not know.
+    HELMET's configs request a stop at newlines with `stop_new_line`, which its parser does not know.
     """
     return output if question.meta["mode"] == "reference" else output.lstrip().split("\n", 1)[0]
 
 
 def spoken(output: str, question: Question) -> str:
-    """Return what is scored: in `reference` mode the whole output after its cue, else its first line."""
+    """Return the scored text: in `reference` mode the whole output after the cue, else its first line."""
     return question.prefix + output if question.meta["mode"] == "reference" else first_line(output, question)
 
 
 def cue_of(question: Question) -> str:
-    """Return the words before an answer, which HELMET leaves to a chat model and looks for in what it writes."""
+    """Return the cue before an answer. HELMET omits it for chat models and searches it in their output."""
     cue: str = question.meta.get("cue", question.prefix)
     return cue
 

@@ -1,8 +1,8 @@
-"""Re-ranking: passages to be ordered by how well they answer a query (MS MARCO). Scored by nDCG@10.
+"""Re-ranking: order passages by relevance to a query (MS MARCO). Scored by nDCG@10.
 
-`meta["relevance"]` has the grade of every id shown. `fixed` fills the length and spreads the depth of the relevant
-passages evenly over indices; `reference` takes HELMET's number of passages, three depths for each query, and cuts the
-end if the prompt is too long.
+`meta["relevance"]` has the grade of every shown id. `fixed` fills the length and spreads the depth of the relevant
+passages evenly over indices. `reference` uses HELMET's number of passages and three depths per query, and cuts the end
+of a prompt that is too long.
 """
 
 from itertools import islice
@@ -34,7 +34,7 @@ FORMS: dict[str, Form] = {
 ANSWER_TOKENS = 200
 DEMO_PASSAGES, DEPTHS = 10, 3
 COUNTS = {4096: 14, 8192: 50, 16384: 130, 32768: 285, 65536: 600, 131072: 1000}
-ANY_ID = "1000"  # placeholder for ids while tokens are counted
+ANY_ID = "1000"  # placeholder for ids during token counting
 
 
 def build(task: str, sources: Sources, ask: Ask) -> Question:
@@ -82,7 +82,7 @@ def build(task: str, sources: Sources, ask: Ask) -> Question:
 
 
 def _insert(others: list[str], gold: list[str], depth: float) -> list[str]:
-    """Insert the relevant texts side by side at the depth."""
+    """Insert all relevant texts together at the depth."""
     position = round(depth * len(others))
     return [*others[:position], *gold, *others[position:]]
 
@@ -94,7 +94,7 @@ def _with_id(wording: Wording, task: str, number: str, passage: Passage) -> str:
 
 
 def set_id(wording: Wording, task: str, text: str, new: str) -> str:
-    """Replace `ANY_ID` in a passage, which may be cut: the id is the first placeholder of its text."""
+    """Replace `ANY_ID` in a passage, which may be cut. The id is the first placeholder of its text."""
     for form in (PASSAGE, UNTITLED):
         before = said_before(wording.text(task, form), "id") if form in wording.forms[task] else None
         if before is not None and text.startswith(before + ANY_ID):

@@ -1,6 +1,6 @@
-"""HELMET as a `Suite`: which tasks there are, how each is built and scored.
+"""The suite HELMET: its tasks, and how they are built and scored.
 
-A category is the mean of its tasks, the overall score the mean of the seven categories.
+A category is the mean of its tasks. The overall score is the mean of the seven categories.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +23,7 @@ from unspool.evals.summary import average_over
 from unspool.evals.task_suite import TaskSuite
 from unspool.evals.wording import Form, Wording
 
-# HELMET's needle tasks are RULER's, with fewer tokens for the answer and never through the chat template.
+# HELMET's needle tasks are RULER's, with fewer answer tokens and no chat template.
 NEEDLE_ANSWER_TOKENS = {"niah_multikey_2": 50, "niah_multikey_3": 100, "niah_multivalue": 50}
 FORMS: dict[str, Form] = {
     **json_kv.FORMS,
@@ -44,11 +44,11 @@ CATEGORIES: dict[str, tuple[str, ...]] = {
     "summ": ("infbench_sum", "multi_lexsum"),
     "icl": tuple(LABELS),
 }
-# The tasks of ProLong's evaluation (its Table 13); a category is the mean of those of its tasks that are asked.
+# The tasks of ProLong's evaluation (Table 13). A category is the mean of its scored tasks.
 PROLONG = ("json_kv", "nq", "hotpotqa", "popqa", "msmarco", *LABELS, "narrativeqa", "multi_lexsum")
 PROLONG_MARKED = ("json_kv", "narrativeqa", "multi_lexsum")
 HOTPOT_DEPTHS, DEPTHS = 3, 6
-# Depths of consecutive indices repeat after eight (`spread`), in reference mode after six or three.
+# Depths of consecutive indices repeat every eight (`spread`), in reference mode every six or three.
 STRATA = 24
 Build = Callable[[Sources, Ask], Question]
 Score = Callable[[str, Question], float]
@@ -65,7 +65,7 @@ def _build_needle(name: str, sources: Sources, ask: Ask) -> Question:
     paths = {key: path for key, path in sources.paths.items() if key == "haystack"}
     wording = sources.wording.of(ruler.SUITE.wording)
     ruler_sources = sources.cached("ruler", lambda: ruler.SUITE.load(sources.tokenizer, paths, wording))
-    # RULER reserves more tokens for the answer than HELMET does.
+    # RULER reserves more answer tokens than HELMET.
     overhead = ask.overhead + NEEDLE_ANSWER_TOKENS[name] - task.answer_tokens
     question = task.build(ruler_sources, replace(ask, overhead=overhead))
     return replace(question, meta={**question.meta, "mode": ask.mode, "generated": "haystack" not in paths})
@@ -154,15 +154,15 @@ TASKS: dict[str, Task] = {
 
 
 class HelmetEval(WordedEval):
-    """HELMET: recall, RAG, re-ranking, citations, long questions, summaries, many-shot labels."""
+    """HELMET: recall, RAG, re-ranking, citations, long-document QA, summaries, many-shot classification."""
 
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         # ProLong, Table 13: six categories, averaged over 32K and 64K in the ablations (Tables 4 to 8 and 18 to 22).
         "prolong": {"tasks": list(PROLONG), "lengths": ["32K", "64K"]},
         # The final model: Table 10 adds 128K.
         "prolong-128k": {"tasks": list(PROLONG), "lengths": ["32K", "64K", "128K"]},
-        # Tables 8, 22 and 24: the tasks with a dagger, and the average with the others at 32K and 64K, which an entry
-        # with the preset prolong or prolong-128k asks.
+        # Tables 8, 22 and 24: the tasks with a dagger. The average also covers the other tasks at 32K and 64K, which
+        # an entry with the preset prolong or prolong-128k scores.
         "prolong-512k": {
             "tasks": list(PROLONG_MARKED),
             "lengths": ["512K"],
@@ -188,7 +188,7 @@ class HelmetEval(WordedEval):
 
 
 def _read_reference(path: Path, config: WordedEval) -> Reference:
-    from unspool.evals.suites.helmet import helmet_clone  # late: it needs this suite
+    from unspool.evals.suites.helmet import helmet_clone  # import late: it imports this module
 
     return helmet_clone.read(path, config)
 

@@ -1,8 +1,8 @@
-"""Fit RULER's haystacks to a length in `fixed` mode, and place what the answer needs.
+"""Fit RULER's haystacks to a length in `fixed` mode, and place the gold texts.
 
-A task gives a builder from a size (words, lines, characters) to a `Draft`. `build_fixed` finds the size that comes
-within 1% of the length and does not exceed it; ConfigError if the smallest prompt is too long. All random draws depend
-on seed, task, length and index only. `reference` mode is in published.py.
+A task provides a builder from a size (words, lines, characters) to a `Draft`. `build_fixed` finds a size within 1% of
+the length that does not exceed it. It raises ConfigError if the smallest prompt is too long. All random draws depend
+only on seed, task, length and index. `reference` mode is in published.py.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,19 +17,19 @@ from unspool.evals.suite import Ask, Question
 from unspool.evals.suites.ruler.haystacks import Sources
 from unspool.evals.wording import PREFIX, Wording
 
-# Tolerance, and the margin below the limit to aim at, as shares of the length.
+# Tolerance, and the target margin below the limit, as shares of the length.
 TOLERANCE = 0.0075
 AIM = 0.003
-# After this many interpolation steps `fit` bisects, which ends within the second number.
+# After this many interpolation steps, `fit` bisects. Bisection needs at most the second number of steps.
 _MOST_INTERPOLATIONS = 8
 _MOST_STEPS = 60
-# Index of the question that a length is calibrated with; no question of a run has it.
+# Index of the calibration question. No question of a run has it.
 CALIBRATION = -1
 # Below this length, RULER uses smaller haystack steps and fewer repeats.
 SHORT = 4096
-# Depths for a single gold text: as many as RULER has for its essays.
+# Number of depths for a single gold text, as in RULER's essays.
 GRID = 40
-# Coprime to the grid, so that all depths are used, and neighbors are far apart.
+# Coprime to the grid, so that all depths are used and consecutive depths are far apart.
 _STRIDE = 17
 
 Made = TypeVar("Made")
@@ -39,19 +39,19 @@ Made = TypeVar("Made")
 class TokenBudget:
     task: str
     length: int
-    tokens: int  # for the prompt's own text
+    tokens: int  # tokens available for the prompt's own text
 
     def too_short(self, needed: int) -> ConfigError:
         least = self.length - self.tokens + needed
         return ConfigError(
-            f"ruler {self.task}: length {self.length} is too short: with this tokenizer the smallest prompt and its "
-            f"answer need about {least} tokens. Use a greater length or leave this task out."
+            f"ruler {self.task}: length {self.length} is too short: with this tokenizer, the smallest prompt and its "
+            f"answer need about {least} tokens. Use a larger length or remove this task."
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class TaskSpec:
-    """Name of a task, and tokens that its answer may take."""
+    """Name of a task, and its maximum answer tokens."""
 
     task: str
     answer_tokens: int
@@ -65,12 +65,12 @@ class TaskSpec:
 
 @dataclass(frozen=True)
 class PromptText:
-    """Text up to the question, the question, and the words that the answer begins with."""
+    """Text before the question, the question, and the start of the answer."""
 
     context: str
     question: str
     prefix: str
-    example: str = ""  # a worked example before the context that RULER counts apart while it searches a size
+    example: str = ""  # a worked example before the context; RULER counts it separately in its size search
 
     @property
     def text(self) -> str:
@@ -81,20 +81,20 @@ class PromptText:
 class Draft:
     prompt: PromptText
     references: tuple[str, ...]
-    depths: tuple[float, ...] = ()  # of everything that the answer needs
+    depths: tuple[float, ...] = ()  # depths of all gold texts
     meta: Mapping[str, Any] = field(default_factory=dict)
 
 
-Builder = Callable[[int], Draft]  # from a size
+Builder = Callable[[int], Draft]  # argument: a size
 
 
 def fill_prompt(
     wording: Wording, task: str, context: str, *, trailing_space: bool = False, **values: str
 ) -> PromptText:
-    """Fill a task's texts; newlines after the context belong to the context.
+    """Fill a task's texts. Newlines after the context belong to the context.
 
-    A prefix loses a trailing space unless `trailing_space` is set, as in RULER: most tokenizers join a space with the
-    word after it, so that models continue badly after a prompt that ends in a space.
+    Trailing spaces of a prefix are removed unless `trailing_space` is set, as in RULER. Most tokenizers join a space
+    with the next word, so models continue badly after a trailing space.
     """
     before, after = wording.around(task, **values)
     question = after.lstrip("\n")
@@ -106,7 +106,7 @@ def fill_prompt(
 def build_fixed(
     sources: Sources, ask: Ask, spec: TaskSpec, builder: Callable[[Sources, Ask], Builder], *, fewest: int, guess: int
 ) -> Question:
-    """Build a question that fills the length; `fewest` is the smallest size, `guess` the first one tried."""
+    """Build a question that fills the length. `fewest` is the smallest size, `guess` the first size to try."""
     budget = spec.budget(ask)
 
     def fitted(ask: Ask, start: int) -> tuple[Draft, int]:
@@ -134,9 +134,9 @@ def to_question(ask: Ask, draft: Draft, size: int) -> Question:
 def fit(
     build: Callable[[int], Made], count: Callable[[Made], int], budget: TokenBudget, *, fewest: int, start: int
 ) -> tuple[Made, int]:
-    """Find the size whose prompt fills the budget, by interpolation from `start`; return prompt and size."""
+    """Find the size whose prompt fills the budget, by interpolation from `start`. Returns (prompt, size)."""
     best: tuple[Made, int] | None = None
-    low, high = fewest - 1, 0  # the greatest size known to fit; the smallest known not to, 0 for none
+    low, high = fewest - 1, 0  # largest size known to fit; smallest size known not to fit, 0 if none
     size = max(start, fewest)
     for step in range(_MOST_STEPS):
         made = build(size)
@@ -160,10 +160,10 @@ def fit(
 
 
 def grid_depth(index: int) -> float:
-    """Depth of a single gold text: any `GRID` consecutive indices take every depth once."""
+    """Depth of a single gold text. `GRID` consecutive indices use every depth once."""
     return index * _STRIDE % GRID / (GRID - 1)
 
 
 def stratified_depths(count: int, rng: np.random.Generator) -> list[float]:
-    """Draw one depth in each of `count` equal parts of the context."""
+    """Draw one depth from each of `count` equal parts of the context."""
     return [float(depth) for depth in (np.arange(count) + rng.random(count)) / count]

@@ -1,4 +1,4 @@
-"""What RULER's prompts are made of: noise, essays, words, questions with documents, and a token counter."""
+"""Materials of RULER's prompts: noise, essays, words, questions with documents, and a token counter."""
 
 import json
 import re
@@ -29,9 +29,9 @@ from unspool.evals.suites.ruler.qa_data import (
 from unspool.evals.wording import Wording
 
 NOISE = "The lake is calm. The road is long. The bread is warm. Off we walk. Down the hill and home."
-# Size units per line, so that the last line can be cut to meet a length.
+# Size units per line, so that the last line can be cut to fit a length.
 PER_LINE = 16
-# Files that users may give.
+# Files that users may provide.
 PATHS = {
     "haystack": "prose for the essay tasks: text or JSONL files",
     "words": "a word list, one word per line",
@@ -44,7 +44,7 @@ PATHS = {
 }
 WORD_LISTS = ("nounlist.txt", "adjectivelist.txt", "verblist.txt")
 _BUNDLED_WORDS = "assets/ruler_words.txt"
-# Essays repeat after this many tokens, which is longer than any sensible prompt.
+# Essays repeat after this many tokens, which is longer than any realistic prompt.
 _ESSAY_TOKENS = 2_000_000
 _SAMPLE_WORDS = 20_000
 _CACHED_SIZES = 8
@@ -56,7 +56,7 @@ Made = TypeVar("Made")
 
 
 def noise_lines(noise: str, size: int) -> list[str]:
-    """Repeat the noise line `size / PER_LINE` times; the last line may be cut between words."""
+    """Repeat the noise line `size / PER_LINE` times. The last line may be cut between words."""
     count, rest = divmod(size, PER_LINE)
     words = noise.split()
     cut = " ".join(words[: len(words) * rest // PER_LINE])
@@ -75,16 +75,16 @@ def insert(pieces: list[str], positions: Sequence[int], facts: Sequence[str], se
 
 @dataclass(frozen=True)
 class Essay:
-    """Prose as a haystack: its words, and where its sentences end."""
+    """Prose as a haystack: its words and sentence ends."""
 
     words: list[str]
-    ends: np.ndarray  # number of words up to each sentence end; the last is the number of all words
+    ends: np.ndarray  # number of words up to each sentence end; the last is the total
 
     @classmethod
     def of(cls, documents: Sequence[str]) -> "Essay":
         words = " ".join(documents).split()
         if not words:
-            raise DataError("ruler: the haystack text is empty; give files with text.")
+            raise DataError("ruler: the haystack text is empty; use files that contain text.")
         pairs = zip(words, [*words[1:], "The"], strict=True)
         ends = [at for at, (word, after) in enumerate(pairs, 1) if _is_sentence_end(word, after)]
         if not ends or ends[-1] != len(words):
@@ -92,14 +92,14 @@ class Essay:
         return cls(words, np.array(ends, dtype=np.int64))
 
     def excerpt(self, first: int, count: int) -> list[str]:
-        """Return `count` words from word `first` on; the essay starts again at its end."""
+        """Return `count` words starting at word `first`. The essay repeats after its end."""
         found = self.words[first : first + count]
         while len(found) < count:
             found += self.words[: count - len(found)]
         return found
 
     def sentence_ends(self, first: int, count: int) -> np.ndarray:
-        """Return where sentences of an excerpt end, in words from its start; includes 0 and `count`."""
+        """Return the sentence ends of an excerpt, in words from its start, including 0 and `count`."""
         rounds = (first + count) // len(self.words) + 1
         ends = (self.ends[None, :] + len(self.words) * np.arange(rounds)[:, None]).ravel() - first
         return np.concatenate([[0], ends[(ends > 0) & (ends < count)], [count]])
@@ -117,31 +117,33 @@ def split_sentences(text: str) -> list[str]:
 
 
 def nltk_sentences(text: str) -> list[str]:
-    """Split a text as RULER does; ConfigError where NLTK or its model is missing."""
+    """Split a text like RULER. Raises ConfigError if NLTK or its model is missing."""
     try:
         found: list[str] = import_module("nltk.tokenize").sent_tokenize(text)
     except ImportError as error:
-        raise ConfigError("RULER splits its essays by NLTK, which is not installed; `pip install nltk`.") from error
+        raise ConfigError(
+            "RULER splits its essays with NLTK, which is not installed; run `pip install nltk`."
+        ) from error
     except LookupError as error:
         raise ConfigError(
-            "RULER splits its essays by NLTK, whose model is missing; `python -m nltk.downloader punkt_tab`."
+            "RULER splits its essays with NLTK, whose model is missing; run `python -m nltk.downloader punkt_tab`."
         ) from error
     return found
 
 
 class WordPairs(Sequence[str]):
-    """All different "first-second" in sorted order, without holding all of them: there are millions."""
+    """All distinct "first-second" pairs in sorted order. Computed on access, because there are millions."""
 
     def __init__(self, firsts: Sequence[str], seconds: Sequence[str]) -> None:
         self._seconds = sorted(set(seconds))
         alike: list[list[str]] = []
         for head in sorted({f"{first}-" for first in firsts}):
-            # Pairs of heads that begin alike, such as "far-" and "far-off-", are mixed in the sorted order.
+            # Pairs of heads with a common start, such as "far-" and "far-off-", are interleaved in sorted order.
             if alike and head.startswith(alike[-1][0]):
                 alike[-1].append(head)
             else:
                 alike.append([head])
-        # One head, which stands for its pairs, or the pairs of several.
+        # One head, which represents its pairs, or the pairs of several heads.
         self._groups = [
             heads[0] if len(heads) == 1 else sorted({head + second for head in heads for second in self._seconds})
             for heads in alike
@@ -164,7 +166,7 @@ def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"ruler: cannot read {path} ({error}); give a UTF-8 text file.") from error
+        raise DataError(f"ruler: cannot read {path} ({error}); use a UTF-8 text file.") from error
 
 
 def _read_json(path: str) -> Any:
@@ -175,25 +177,25 @@ def _read_json(path: str) -> Any:
 
 
 class Sources:
-    """A tokenizer and the data of all tasks; each is loaded at first use, from the user's files or bundled ones."""
+    """A tokenizer and the data of all tasks. Data is loaded on first use, from user files or bundled files."""
 
     def __init__(self, tokenizer: Any, paths: Mapping[str, str], wording: Wording) -> None:
         for name in paths:
             lookup(PATHS, name, kind="ruler path")
         if "hotpotqa_pool" in paths and "hotpotqa" not in paths:
-            raise ConfigError("ruler: paths.hotpotqa_pool adds documents to paths.hotpotqa; set paths.hotpotqa too.")
+            raise ConfigError("ruler: paths.hotpotqa_pool adds documents to paths.hotpotqa; also set paths.hotpotqa.")
         self._tokenizer = tokenizer
         self._paths = paths
         self.wording = wording
         self._cache: dict[Hashable, Any] = {}
-        # Samples of a run have few sizes, and splitting a long text takes seconds.
+        # A run uses few sizes, and splitting a long text takes seconds.
         self.sentences = lru_cache(_CACHED_SIZES)(self._sentences)
 
     def count(self, text: str) -> int:
         return self._meter.count(text)
 
     def cached(self, key: Hashable, make: Callable[[], Made]) -> Made:
-        """Compute a value once per key; it must depend on the key alone."""
+        """Compute a value once per key. It must depend only on the key."""
         if key not in self._cache:
             self._cache[key] = make()
         found: Made = self._cache[key]
@@ -221,7 +223,7 @@ class Sources:
         return re.sub(r"\s+", " ", text["text"]).split(" ")
 
     def _sentences(self, size: int) -> list[str]:
-        """The sentences of the essay's first `size` words; the essay starts again at its end."""
+        """Sentences of the essay's first `size` words. The essay repeats after its end."""
         words = self._essay_words
         text = " ".join((words * -(-size // len(words)))[:size]).strip()
         return nltk_sentences(text) if "essays" in self._paths else split_sentences(text)
@@ -237,18 +239,18 @@ class Sources:
 
     @cached_property
     def word_pairs(self) -> "WordPairs":
-        """What RULER draws keys from: an adjective and a noun, or two of our own words."""
+        """Keys from which RULER draws: an adjective and a noun, or two built-in words."""
         nouns, adjectives = self._word_lists[:2] if self._word_lists else (self.words, self.words)
         return WordPairs(adjectives, nouns)
 
     @cached_property
     def listed_words(self) -> list[str]:
-        """What RULER draws a list of `cwe` from, as long as it has enough words."""
+        """Words from which RULER draws a `cwe` list, if there are enough."""
         return sorted({word for each in self._word_lists for word in each}) if self._word_lists else self.words
 
     @cached_property
     def more_words(self) -> Sequence[str]:
-        """What RULER draws longer lists from."""
+        """Words from which RULER draws longer lists."""
         path = self._paths.get("english_words")
         return self.word_pairs if path is None else [str(word) for word in _read_json(path).values()]
 
@@ -258,7 +260,7 @@ class Sources:
         words = sorted(set(_read_text(Path(path)).split()))
         if len(words) < FEWEST_WORDS:
             raise DataError(
-                f"ruler: the word list {path} has {len(words)} different words; give {FEWEST_WORDS} or more."
+                f"ruler: the word list {path} has {len(words)} different words; at least {FEWEST_WORDS} are required."
             )
         return words
 

@@ -1,10 +1,10 @@
 """RULER's eight needle tasks: facts hidden in noise, in essays or among other facts.
 
-`fixed`: keys and values are all different, including those of the haystack. A single gold fact takes every depth of the
-grid by index; several gold facts take one depth in each equal part. Essays begin at a random sentence. The last line of
-a haystack may be cut to meet the length.
-`reference` follows RULER draw for draw: keys and values are drawn with repetition, depths are drawn for every sample,
-essays start at their beginning, and needles are shuffled with a constant seed.
+`fixed`: all keys and values are distinct, including those of the haystack. A single gold fact takes every depth of the
+grid by index. Several gold facts take one depth in each equal part. Essays start at a random sentence. The last line of
+a haystack may be cut to fit the length.
+`reference` reproduces RULER's random draws: keys and values are drawn with repetition, depths are drawn for every
+sample, essays start at their beginning, and needles are shuffled with a constant seed.
 """
 
 import uuid
@@ -48,7 +48,7 @@ def _form(texts: tuple[str, str], *, noise: bool = False) -> Form:
     }
 
 
-# Placeholders have RULER's names, so that its texts can be used in a wording file.
+# Placeholders have RULER's names, so that a wording file can use RULER's texts.
 FORMS: dict[str, Form] = {
     "niah_single_1": _form(_ONE, noise=True),
     **{name: _form(_ONE) for name in ("niah_single_2", "niah_single_3")},
@@ -56,7 +56,7 @@ FORMS: dict[str, Form] = {
     **{name: _form(_SEVERAL) for name in ("niah_multivalue", "niah_multiquery")},
 }
 ANSWER_TOKENS = 128
-# No tokenizer writes a needle's line in fewer tokens.
+# Minimum tokens of a needle's line, for any tokenizer.
 _FEWEST_LINE_TOKENS = 12
 _ESSAY_STEP = 500
 Values = Literal["words", "numbers", "uuids"]
@@ -85,7 +85,7 @@ class NeedleTask:
         return fitting.build_fixed(sources, ask, self.spec, partial(builder, self), fewest=fewest, guess=guess)
 
     def needle_writer(self, wording: Wording) -> Callable[[str, str], str]:
-        """Return a function that writes the fact of a key and a value."""
+        """Return a function that writes the fact for a key and a value."""
         text, singular = wording.text(self.name, "needle"), self.value.removesuffix("s")
         return lambda key, value: text.format(key=key, value=value, type_needle_v=self.value, type=singular)
 
@@ -95,10 +95,10 @@ class NeedleTask:
 
 @dataclass(frozen=True)
 class Hidden:
-    """Facts in text order, and what is asked about them."""
+    """Facts in text order, and the question about them."""
 
     facts: list[str]
-    gold: list[int]  # which facts the answer needs
+    gold: list[int]  # indices of the facts that the answer needs
     queries: list[str]
     answers: tuple[str, ...]
 
@@ -116,7 +116,7 @@ class Hidden:
 
 
 class UniqueFacts:
-    """Facts with different keys and different values, as many as a haystack may need; written when asked for."""
+    """Facts with distinct keys and values, as many as a haystack may need. Built on access."""
 
     def __init__(self, task: NeedleTask, sources: Sources, count: int, rng: np.random.Generator) -> None:
         self._task, self._words = task, sources.words
@@ -135,7 +135,7 @@ class UniqueFacts:
 
     def _draw(self, kind: Values, count: int, rng: np.random.Generator) -> np.ndarray | bytes:
         if kind == "uuids":
-            return rng.bytes(16 * count)  # 122 random bits: no two are equal
+            return rng.bytes(16 * count)  # 122 random bits, so all are distinct
         pool = len(self._words) ** 2 if kind == "words" else 9_000_000
         return rng.choice(pool, size=count, replace=False)
 
@@ -149,7 +149,7 @@ class UniqueFacts:
 
 
 def _hide(task: NeedleTask, facts: UniqueFacts, rng: np.random.Generator) -> Hidden:
-    """Put facts in random order; the first `num_queries` keys are asked for."""
+    """Put facts in random order. The question uses the first `num_queries` keys."""
     num_keys = max(task.num_keys, task.num_queries)
     pairs = [(key, key * task.num_values + at) for key in range(num_keys) for at in range(task.num_values)]
     order = rng.permutation(len(pairs)).tolist()
@@ -209,7 +209,7 @@ def _target_depths(hidden: Hidden, index: int, rng: np.random.Generator) -> list
     if len(hidden.gold) > 1:
         return fitting.stratified_depths(len(hidden.facts), rng)
     gold, others = fitting.grid_depth(index), np.sort(rng.random(len(hidden.facts) - 1))
-    # Keep the order of the facts: those before the gold one get smaller depths.
+    # Keep the order of the facts: facts before the gold fact get smaller depths.
     before, after = others[: hidden.gold[0]], others[hidden.gold[0] :]
     low = sorted(float(depth * gold) for depth in before)
     return [*low, gold, *sorted(float(gold + depth * (1 - gold)) for depth in after)]
@@ -257,7 +257,7 @@ def _place_in_essay(
     sentences = sources.sentences(size)
     percents = np.round(np.linspace(0, 100, fitting.GRID)).astype(int).tolist()
     drawn = sorted(int(len(sentences) * (percent / 100)) for percent in draws.random.sample(percents, len(facts)))
-    # Two needles at one place have an empty part between them, which leaves two spaces.
+    # Two needles at the same place have an empty part between them, which leaves two spaces.
     parts = [" ".join(sentences[start:end]) for start, end in pairwise([0, *drawn, len(sentences)])]
     pieces = [piece for pair in zip(parts, facts, strict=False) for piece in pair]
     return " ".join([*pieces, parts[-1]]), [at / len(sentences) for at in drawn]

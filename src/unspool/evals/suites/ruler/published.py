@@ -1,21 +1,22 @@
-"""`mode: reference`: RULER's own procedure, draw for draw (NVIDIA/RULER c3f5e3b).
+"""`mode: reference`: RULER's own procedure with identical random draws (NVIDIA/RULER c3f5e3b).
 
-RULER's scripts take all samples of a task and length from one stream of random numbers, after a search for the size of
-the haystack that uses the same stream. This module draws the same numbers in the same order: with RULER's words, data,
-tokenizer and seed its prompts are those that RULER's scripts write.
+RULER's scripts draw all samples of a task and length from one random stream, after a search for the haystack size that
+uses the same stream. This module draws the same numbers in the same order. With RULER's words, data, tokenizer and
+seed, its prompts equal those of RULER's scripts.
 
-What `fixed` mode does instead (tests/evals/ruler/test_defects.py and test_scoring.py show both modes):
+Differences of `fixed` mode (tests/evals/ruler/test_defects.py and test_scoring.py show both modes):
 
-- Depths. RULER shuffles documents and needles by one seed, so gold stays at one depth; it draws depths of single
-  needles, and puts common words of `cwe` and `fwe` at the same places. `fixed` spreads gold evenly over 40 depths and
-  draws a new order for every question.
-- Length. RULER sizes the haystack once, on random prompts, and shortens prompts that are too long, at 4K by up to half;
-  it tries lengths that are too short for ever. `fixed` fills the length within 1%, and refuses what is too short.
-- Questions. RULER takes them in the order of the file and repeats the gold document when documents run out. `fixed`
-  draws from the whole file and repeats distractors only.
-- Keys and values. RULER draws with repetition, renames the example of `vt` by search and replace, and lets the example
-  of `cwe` share words with the list. In `fixed` all differ, and examples are made anew.
-- `vt` ends in a space in RULER, which most tokenizers join with the next word; not in `fixed`.
+- Depths. RULER shuffles documents and needles with one seed, so gold texts stay at one depth. It draws the depths of
+  single needles at random, and puts common words of `cwe` and `fwe` at the same places. `fixed` spreads gold texts
+  evenly over 40 depths and draws a new order for every question.
+- Length. RULER determines the haystack size once, on random prompts, and shortens prompts that are too long (at 4K by
+  up to half). It retries lengths that are too short forever. `fixed` fills the length within 1%, and refuses lengths
+  that are too short.
+- Questions. RULER uses file order, and repeats the gold document when documents run out. `fixed` draws from the whole
+  file and repeats only distractors.
+- Keys and values. RULER draws with repetition, renames the example of `vt` by search and replace, and the example of
+  `cwe` may share words with the list. In `fixed`, all are distinct, and every question has its own example.
+- In RULER, `vt` ends in a space, which most tokenizers join with the next word. `fixed` has no trailing space.
 - Scores. RULER accepts any substring: "no" is found in "I do not know". `fixed` counts whole words.
 """
 
@@ -31,7 +32,7 @@ from unspool.evals.suite import Ask, Question
 from unspool.evals.suites.ruler.fitting import Draft, TaskSpec, to_question
 from unspool.evals.suites.ruler.haystacks import Sources
 
-# At its smallest size RULER draws again for ever; a prompt that did not fit so often never will.
+# At its smallest size, RULER retries forever. A prompt that failed this often never fits.
 _MOST_RETRIES = 100
 
 
@@ -52,7 +53,7 @@ class Draws:
         self.numpy.set_state(state[1])
 
     def shuffled(self, items: Sequence[Any]) -> list[Any]:
-        """Shuffle by the seed alone: one permutation for all lists of a length."""
+        """Shuffle by the seed only: all lists of one length get the same permutation."""
         found = list(items)
         random.Random(self.seed).shuffle(found)
         return found
@@ -63,21 +64,21 @@ class Draws:
 
 @dataclass(frozen=True, kw_only=True)
 class Script:
-    """One of RULER's generators, as far as it differs from the others."""
+    """The parts in which RULER's generators differ."""
 
-    generate: Callable[[int, int], Draft]  # from index and size; ValueError where RULER's code raises
-    step: int  # what a sample that is too long loses
-    trial: int = 0  # size of the prompt that the tokens per unit are estimated from; `step` if 0
+    generate: Callable[[int, int], Draft]  # arguments: index and size; ValueError if RULER's code raises
+    step: int  # size reduction for a sample that is too long
+    trial: int = 0  # size of the prompt that estimates tokens per unit; `step` if 0
     most: Callable[[float, float], int] = lambda limit, per_unit: int(limit / per_unit * 3)
-    finish: Callable[[Draft], Draft] = lambda draft: draft  # of samples, not of prompts that the search makes
-    example_tokens: int = 0  # of what `finish` adds
-    may_exceed: bool = False  # whether a prompt of fewer than two steps is taken although it is too long
+    finish: Callable[[Draft], Draft] = lambda draft: draft  # applied to samples, not to prompts of the search
+    example_tokens: int = 0  # tokens that `finish` adds
+    may_exceed: bool = False  # whether to accept a prompt of fewer than two steps that is too long
 
 
 class Run:
     """The samples of one task and length, in order.
 
-    A sample depends on all draws before it. The state before each is kept, so that any sample can be built again.
+    A sample depends on all earlier draws. The state before each sample is kept, so that it can be rebuilt.
     """
 
     def __init__(self, draws: Draws, sample: Callable[[int], tuple[Draft, int]]) -> None:
@@ -100,7 +101,7 @@ class Run:
 
 
 def build(sources: Sources, ask: Ask, spec: TaskSpec, script: Callable[[Sources, Ask, Draws], Script]) -> Question:
-    """Build a question as RULER does; ConfigError if the length is too short."""
+    """Build a question like RULER. Raises ConfigError if the length is too short."""
 
     def start() -> Run:
         draws = Draws(ask.seed)
@@ -110,13 +111,13 @@ def build(sources: Sources, ask: Ask, spec: TaskSpec, script: Callable[[Sources,
 
 
 def build_from_run(sources: Sources, ask: Ask, spec: TaskSpec, start: Callable[[], Run]) -> Question:
-    """Build a question of a run that is started once."""
+    """Build a question of a run, which is started only once."""
     run: Run = sources.cached((spec.task, "reference", ask.length, ask.seed, ask.overhead), start)
     return to_question(ask, *run.sample(ask.index))
 
 
 def start_run(sources: Sources, ask: Ask, spec: TaskSpec, script: Script, draws: Draws) -> Run:
-    """Search the size of the haystack by binary search over random prompts, as RULER does."""
+    """Find the haystack size by binary search over random prompts, like RULER."""
     budget = spec.budget(ask)
 
     def count(draft: Draft) -> int:
@@ -138,7 +139,9 @@ def start_run(sources: Sources, ask: Ask, spec: TaskSpec, script: Script, draws:
     try:
         first_size = search()
     except ValueError as error:
-        raise ConfigError(f"ruler {spec.task}: RULER's own code fails with seed {ask.seed}; use another.") from error
+        raise ConfigError(
+            f"ruler {spec.task}: RULER's own code fails with seed {ask.seed}; use another seed."
+        ) from error
 
     def sample(index: int) -> tuple[Draft, int]:
         size, used = first_size, 0
@@ -149,7 +152,7 @@ def start_run(sources: Sources, ask: Ask, spec: TaskSpec, script: Script, draws:
                 if used <= budget.tokens or (script.may_exceed and size < 2 * script.step):
                     return draft, size
             except ValueError:
-                pass  # RULER treats it like a prompt that is too long
+                pass  # RULER treats this like a prompt that is too long
             size -= script.step if size > script.step else 0
         raise budget.too_short(used or budget.tokens + 1)
 

@@ -1,10 +1,10 @@
-"""RULER's questions on documents: SQuAD (qa_1) and HotpotQA (qa_2), or generated sets in their place.
+"""RULER's question answering: SQuAD (qa_1) and HotpotQA (qa_2), or generated questions.
 
-Any one of the references is an answer. `fixed`: questions come from the whole set in random order. Each gold document
-occurs once, at a depth that depends on the index. Documents of the same article or context come before others, and the
-last one is cut between words to meet the length.
-`reference` follows RULER draw for draw: questions in file order; documents shuffled with a constant seed, so that a
-gold paragraph has one depth for every number of documents; when documents run out, all are repeated, gold included.
+Any one of the references is correct. `fixed`: questions come from the whole set in random order. Each gold document
+occurs once, at a depth that depends on the index. Documents of the same article or context come first, and the last
+document is cut between words to fit the length.
+`reference` reproduces RULER's random draws: questions in file order; documents shuffled with a constant seed, so a gold
+paragraph has one depth per number of documents; when documents run out, all are repeated, including gold documents.
 """
 
 from collections.abc import Callable
@@ -36,7 +36,7 @@ _FORM: Form = {
 FORMS: dict[str, Form] = {"qa_1": _FORM, "qa_2": _FORM}
 _STEP = 10
 ANSWER_TOKENS = 32
-# Characters of text that take as many tokens as the header of a document.
+# Characters of text with about as many tokens as a document's header.
 _HEADER_CHARS = 30
 
 
@@ -54,11 +54,11 @@ class QaTask:
             known = len(self.questions(sources).queries)
             if ask.index >= known:
                 raise ConfigError(
-                    f"ruler {self.name}: mode: reference asks each of the file's {known} questions once; use fewer "
+                    f"ruler {self.name}: mode: reference uses each of the file's {known} questions once; use fewer "
                     "samples, or mode: fixed."
                 )
             return published.build(sources, ask, self.spec, partial(_reference, self))
-        # Sizes are characters of other documents; the smallest prompt has the gold documents alone.
+        # Sizes are characters of other documents. The smallest prompt has only the gold documents.
         return fitting.build_fixed(sources, ask, self.spec, partial(_fixed, self), fewest=1, guess=4 * ask.length)
 
 
@@ -86,7 +86,7 @@ def _fixed(task: QaTask, sources: Sources, ask: Ask) -> Builder:
 
 
 def _take(documents: list[str], numbers: list[int], chars: int) -> list[str]:
-    """Take about `chars` characters of documents; the last is cut, or extended if too little is left for another."""
+    """Take about `chars` characters of documents. The last one is cut, or extended if little is left."""
     taken: list[str] = []
     for at in cycle(numbers):
         if taken and chars < 2 * _HEADER_CHARS:
@@ -106,7 +106,7 @@ def _cut(text: str, chars: int) -> str:
 
 
 def _rank_others(questions: QuestionSet, query: Query, rng: np.random.Generator) -> list[int]:
-    """Number the documents without the answer: the same article or context first, both parts in random order."""
+    """Number the documents without the answer: same article or context first, each part in random order."""
     golds = set(query.golds)
     near = [at for at in dict.fromkeys((*query.context, *query.more)) if at not in golds]
     known = golds | set(near)

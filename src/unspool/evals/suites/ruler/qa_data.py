@@ -1,6 +1,6 @@
-"""SQuAD and HotpotQA in the formats in which people have them, and generated sets for use without them.
+"""Read SQuAD and HotpotQA in common formats, or generate questions for use without them.
 
-Documents are sorted and each occurs once; questions keep the order of the file, as in RULER.
+Documents are sorted and unique. Questions keep file order, as in RULER.
 """
 
 import json
@@ -23,8 +23,8 @@ Parsed = TypeVar("Parsed")
 class Query:
     question: str
     answers: tuple[str, ...]
-    golds: tuple[int, ...]  # numbers of the documents that hold the answer
-    context: tuple[int, ...]  # documents that RULER always shows, gold included
+    golds: tuple[int, ...]  # numbers of the documents with the answer
+    context: tuple[int, ...]  # documents that RULER always shows, including gold ones
     more: tuple[int, ...] = ()  # other documents of the same article
 
 
@@ -44,17 +44,17 @@ class RawQuestion:
     golds: Sequence[str]
     context: Sequence[str]
     article: str = ""
-    siblings: Sequence[str] = ()  # all documents of the article, where the file lists them
+    siblings: Sequence[str] = ()  # all documents of the article, if the file lists them
 
 
 def read_squad(path: str) -> QuestionSet:
-    """Read SQuAD: JSON as released, or rows with the Hub's fields or with `answers` as a list."""
+    """Read SQuAD: released JSON, or rows with the Hub's fields or with `answers` as a list."""
     raw = _parse(path, "validation", "SQuAD", "context, question, answers", _squad_rows)
     return index_documents([row for rows in raw for row in rows], Path(path).name)
 
 
 def read_hotpotqa(path: str, pool: str | None = None) -> QuestionSet:
-    """Read HotpotQA: JSON as released, rows with the Hub's fields, or rows with `gold` documents.
+    """Read HotpotQA: released JSON, rows with the Hub's fields, or rows with `gold` documents.
 
     `pool` is a file of further documents.
     """
@@ -75,7 +75,7 @@ def _parse(path: str, split: str, kind: str, fields: str, parse: Callable[[Recor
 
 
 def index_documents(raw: Sequence[RawQuestion], origin: str, extra: Iterable[str] = ()) -> QuestionSet:
-    """Number the documents, and drop questions without an answer."""
+    """Number the documents and drop questions without an answer."""
     answerable = [row for row in raw if any(row.answers)]
     if not answerable:
         raise DataError(f"ruler: {origin} has no question with an answer.")
@@ -143,7 +143,7 @@ def _document(record: Record) -> str:
     return _with_title(record["title"], record["text"])
 
 
-# Questions about invented people and buildings, for use without SQuAD and HotpotQA.
+# Generated questions about invented people and buildings, for use without SQuAD and HotpotQA
 _NUM_TOWNS = 60
 _PEOPLE_PER_TOWN = 20
 # Documents that a two-hop question always shows, as in HotpotQA.
@@ -169,7 +169,7 @@ _SENTENCES = (
 
 
 def generate_squad() -> QuestionSet:
-    """Generate one paragraph per person, with three questions on each."""
+    """Generate one paragraph per person, with three questions each."""
     raw = [
         RawQuestion(question, [answer], (person.text,), (person.text,), person.town)
         for person in _people()
@@ -179,7 +179,7 @@ def generate_squad() -> QuestionSet:
 
 
 def generate_hotpotqa() -> QuestionSet:
-    """Generate two-hop questions: one document is on a person, one on the building that the person founded."""
+    """Generate two-hop questions: one document about a person, one about the building that the person founded."""
     rng = rng_for(0, "ruler", "two hops")
     pairs = [(person, *_building(person, rng)) for person in _people()]
     raw = []
@@ -238,7 +238,7 @@ def _people() -> list[_Person]:
 
 
 def _names(rng: np.random.Generator) -> Iterator[str]:
-    """Yield different invented names of two or three syllables."""
+    """Yield distinct invented names of two or three syllables."""
     known: set[str] = set()
     while True:
         syllables = [_choose(_ONSETS, rng) + _choose(_VOWELS, rng) for _ in range(int(rng.integers(2, 4)))]

@@ -1,8 +1,8 @@
-"""RULER from a clone of NVIDIA/RULER with its downloads, or from prompt files that its scripts wrote.
+"""RULER from a clone of NVIDIA/RULER with its downloads, or from prompt files of its scripts.
 
-A clone gives templates, needles, noise and data. Words come from the Python package wonderwords and sentences are split
-by NLTK, as in RULER. `mode: reference` does the rest (suites/ruler/published.py), so that prompts are those that
-RULER's scripts would write with the same tokenizer and seed.
+A clone provides templates, needles, noise and data. As in RULER, words come from the Python package wonderwords, and
+NLTK splits sentences. `mode: reference` (suites/ruler/published.py) does the rest, so that prompts equal those of
+RULER's scripts with the same tokenizer and seed.
 """
 
 import json
@@ -42,7 +42,7 @@ _SCRIPTS = {
     "qa_1": "qa",
     "qa_2": "qa",
 }
-# Files that the clone's user has downloaded: the path of the suite, and how to get it.
+# Files that users must download: (path in the clone, how to get it).
 _DOWNLOADS = {
     "essays": (ESSAYS, "run download_paulgraham_essay.py there"),
     "english_words": (WORDS, "run `git lfs pull` there"),
@@ -62,13 +62,13 @@ KNOWN: dict[str, tuple[str, ...]] = {
     WORDS: ("affcd6d45fdf3cc8",),
     SQUAD: ("80a5225e94905956",),
     HOTPOTQA: ("e3da074df24e8369",),
-    # Of wonderwords 2.1, 2.2 and 3.0.
+    # Versions of wonderwords: 2.1, 2.2 and 3.0.
     "nounlist.txt": ("dacf3ad36fb59ff3", "0778f51872f2aa89", "8d88b3ebc2e2969e"),
     "adjectivelist.txt": ("66814d46b7e292c8",),
     "verblist.txt": ("9fbf5e4e69b8869a",),
 }
-# What 5 words in a row hash to (CRC-32, one in 8192 of them), wherever they stand: every download of the essays has
-# another order and small differences.
+# A sketch of the essays: CRC-32 hashes of 5 consecutive words, of which one in 8192 is kept, independent of position.
+# Each download of the essays has another order and small differences.
 _SHINGLE, _EVERY = 5, 8192
 _ESSAY_MARKS = (
     "6194 10072 10772 13000 27929 30105 36612 48336 54144 57509 63152 63761 69692 73182 76683 88459 100696 "
@@ -79,8 +79,8 @@ _ESSAY_MARKS = (
 )
 KNOWN_ESSAYS = frozenset(map(int, _ESSAY_MARKS.split()))
 _LEAST_SHARED = 0.9
-# By task: characters of the instruction before the context, of the answer prefix before its first and after its last
-# placeholder, and the hash of these three. Prompt files depend on tokenizer and seed, but not in these.
+# By task: number of characters of the instruction before the context, and of the answer prefix before its first and
+# after its last placeholder, and the hash of these three. They do not depend on tokenizer and seed.
 KNOWN_PROMPTS: dict[str, tuple[int, int, int, str]] = {
     "niah_single_1": (131, 30, 34, "785e3553afac8b62"),
     "niah_single_2": (131, 30, 34, "785e3553afac8b62"),
@@ -101,7 +101,7 @@ _SUBSETS = ("validation.jsonl", "test.jsonl")
 
 
 def read(path: Path, config: TaskEval) -> Reference:
-    """Read a clone or prompt files, as far as the entry's tasks and lengths need them."""
+    """Read the parts of a clone or of prompt files that the entry's tasks and lengths need."""
     if (path / CONSTANTS).is_file():
         return _read_clone(path, config.tasks, config.paths)
     return _read_prompts(path, config.tasks, config.lengths)
@@ -146,14 +146,14 @@ def _read_clone(root: Path, tasks: Sequence[str], given: Mapping[str, str]) -> R
 
 
 def _texts(root: Path, task: str) -> dict[str, Any]:
-    """A task's texts under the names of a wording file."""
+    """A task's texts, named as in a wording file."""
     script = f"{SYNTHETIC}/{_SCRIPTS[task]}.py"
     own = python_literals(root / script)
 
     def literal(name: str) -> str:
         found = [text for text in own.get(name, []) if isinstance(text, str)]
         if not found:
-            raise ConfigError(f"reference {root}: {script} gives no text to {name}; use version {VERSION} of {REPO}.")
+            raise ConfigError(f"reference {root}: {script} assigns no text to {name}; use version {VERSION} of {REPO}.")
         return found[0]
 
     try:
@@ -165,7 +165,7 @@ def _texts(root: Path, task: str) -> dict[str, Any]:
         ) from error
     if task in _NEEDLES:
         if _NEEDLES[task].num_queries * _NEEDLES[task].num_values == 1:
-            # RULER's own replacements where one answer is asked for.
+            # RULER's own replacements for a single answer.
             for plural, single in {"Some": "A", "are all": "is", "are": "is", "answers": "answer"}.items():
                 texts |= {name: texts[name].replace(plural, single) for name in (TEMPLATE, PREFIX)}
         texts["needle"] = literal("needle")
@@ -196,10 +196,10 @@ def _check_download(root: Path, path: Path, name: str, tasks: Sequence[str], rem
         with path.open("rb") as file:
             if file.read(len(_LFS)) != _LFS:
                 return
-        problem = "is a pointer of Git LFS, not the file"
+        problem = "is a Git LFS pointer, not the file itself"
     shown = path.relative_to(root) if path.is_relative_to(root) else path
     raise ConfigError(
-        f"reference {root}: {shown} {problem}; {remedy}, give it as paths.{name}, or leave out {', '.join(users)}."
+        f"reference {root}: {shown} {problem}; {remedy}, set it as paths.{name}, or remove {', '.join(users)}."
     )
 
 
@@ -207,15 +207,15 @@ def _wonderwords() -> Path:
     found = find_spec("wonderwords")
     if found is None or not found.submodule_search_locations:
         raise ConfigError(
-            "RULER draws its words from the Python package wonderwords, which is not installed; `pip install "
-            "wonderwords`, or give the folder of its lists as paths.wonderwords."
+            "RULER draws its words from the Python package wonderwords, which is not installed; run `pip install "
+            "wonderwords`, or set the folder of its lists as paths.wonderwords."
         )
     return Path(found.submodule_search_locations[0]) / "assets"
 
 
 @lru_cache(4)
 def _has_known_essays(path: Path, content: str) -> bool:
-    """Whether the file has the essays of RULER's list, in any order; `content` is its hash."""
+    """True if the file has the essays of RULER's list, in any order. `content` is its hash."""
     try:
         words = json.loads(path.read_text(encoding="utf-8"))["text"].split()
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -241,7 +241,7 @@ def _read_prompts(root: Path, tasks: Sequence[str], lengths: Sequence[int]) -> R
             prompts[task, length] = PromptFile(path, _question)
             files[name] = digest_once(path)[:16]
             if not len(prompts[task, length]):
-                raise DataError(f"{path}: the file is empty; write it again with RULER's prepare.py.")
+                raise DataError(f"{path}: the file is empty; rewrite it with RULER's prepare.py.")
             if prompt_marks(task, prompts[task, length][0]) != KNOWN_PROMPTS[task][-1]:
                 differs.append(name)
     return Reference(
@@ -264,7 +264,7 @@ def _prompt_file(root: Path, task: str, length: int, *, alone: bool) -> Path:
     raise ConfigError(
         f"reference {root}: neither a clone of {REPO} ({CONSTANTS} is missing) nor a folder of its prompts: for {task} "
         f"at {format_size(length)} there is no {length}/data/{task}/{_SUBSETS[0]}. Run RULER's prepare.py with "
-        "--model_template_type base, or leave the task or length out."
+        "--model_template_type base, or remove the task or length."
     )
 
 
@@ -282,7 +282,7 @@ def _question(row: dict[str, Any]) -> Question:
 
 
 def prompt_marks(task: str, asked: Question) -> str:
-    """Hash of the parts of a prompt that are the same in every sample of a task."""
+    """Hash of the prompt parts that are equal in all samples of a task."""
     head, start, end, _ = KNOWN_PROMPTS[task]
     prefix = asked.prefix
     return hash_text("\x1f".join([asked.context[:head], prefix[:start], prefix[len(prefix) - end :]]))

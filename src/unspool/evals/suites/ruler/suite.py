@@ -1,4 +1,4 @@
-"""RULER as a `Suite`: its tasks, their texts, how they are scored, and what is read for them."""
+"""The suite RULER: its tasks, wording, scoring and sources."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -18,7 +18,7 @@ _CONTROL = re.compile(r"[\x00-\x1f]")
 
 
 def load(tokenizer: Any, paths: Mapping[str, str], wording: Wording = OWN) -> Sources:
-    """Read the user's files at once, so that a bad file is reported before any work."""
+    """Read the user's files immediately, so that a bad file is reported before any work."""
     sources = Sources(tokenizer, paths, wording)
     for name, attribute in (("haystack", "essay"), ("words", "words"), ("squad", "squad"), ("hotpotqa", "hotpotqa")):
         if name in paths:
@@ -33,7 +33,7 @@ def match_all(output: str, question: Question) -> float:
 
 
 def match_any(output: str, question: Question) -> float:
-    """Return 1 if the output contains any of the references."""
+    """Return 1 if the output contains at least one reference."""
     return float(max(_matches(output, question)))
 
 
@@ -47,7 +47,7 @@ def _matches(output: str, question: Question) -> list[bool]:
 
 
 def _contains_word(text: str, word: str) -> bool:
-    # Only adjacent Latin letters and digits make a longer word: other scripts write no spaces between words.
+    # Only adjacent Latin letters and digits extend a word, because other scripts may have no spaces.
     before = r"(?<![a-z0-9])" if _is_latin(word[0]) else ""
     after = r"(?![a-z0-9])" if _is_latin(word[-1]) else ""
     return re.search(before + re.escape(word) + after, text) is not None

@@ -1,9 +1,9 @@
 """RULER's variable tracing (vt): one chain of assignments hidden in noise, after a worked example.
 
-The references are all names that hold the value. `fixed`: names are all different, in the example too; one assignment
-in each fifth of the noise; every question has its own example.
-`reference` follows RULER draw for draw: one example per run, in which only names and value change, so that its
-assignments stand at the same lines in every sample; every prompt ends in a space.
+The references are all names that hold the value. `fixed`: all names are distinct, also in the example; one assignment
+is in each fifth of the noise; every question has its own example.
+`reference` reproduces RULER's random draws: one example per run, in which only names and value change, so its
+assignments are on the same lines in every sample; every prompt ends in a space.
 """
 
 import string
@@ -42,10 +42,10 @@ _NAME_LEN, _EXAMPLE_NAME_LEN = 5, 3
 # Tokens of the worked example.
 _EXAMPLE_TOKENS = 500
 _EXAMPLE_STEP = 5
-# RULER's example has this value before it is renamed.
+# Value in RULER's example before renaming.
 _EXAMPLE_VALUE = "12345"
-# Names that every tokenizer splits into many tokens. The size of the example is found with them, so that it depends on
-# the length alone and not on the question that was built first.
+# Names that every tokenizer splits into many tokens. They determine the size of the example, so that it depends only on
+# the length, not on the first question.
 _LONG_NAMES = ("XQJ", "ZKW", "QXV", "JZB", "WQG")
 _LETTERS = list(string.ascii_uppercase)
 
@@ -76,7 +76,7 @@ def _fixed(sources: Sources, ask: Ask) -> Builder:
 
 
 def _example(sources: Sources, ask: Ask, names: list[str], rng: np.random.Generator) -> str:
-    """Write a worked example that takes at most `_EXAMPLE_TOKENS` tokens, or half of a short length."""
+    """Write a worked example of at most `_EXAMPLE_TOKENS` tokens, or half of a short length."""
     line = sources.wording.fill("vt", "noise")
 
     def text(lines: int, positions: Sequence[int], names: Sequence[str], value: str) -> str:
@@ -106,7 +106,7 @@ def _reference(sources: Sources, ask: Ask, draws: Draws) -> Script:
         prompt = _prompt(sources, text, value, trailing_space=True)
         return Draft(prompt=prompt, references=tuple(names), depths=tuple(position / size for position in positions))
 
-    # The example is a run of its own with one sample; with RULER's words it always fits.
+    # The example is a separate run with one sample. With RULER's words it always fits.
     own = Script(
         generate=lambda index, size: write(size, _EXAMPLE_NAME_LEN, _EXAMPLE_VALUE), step=_EXAMPLE_STEP, may_exceed=True
     )
@@ -117,7 +117,7 @@ def _reference(sources: Sources, ask: Ask, draws: Draws) -> Script:
     def finish(draft: Draft) -> Draft:
         renamed = example
         for name in shown.references:
-            # RULER does not check that the new name is free.
+            # RULER does not check that the new name is unused.
             renamed = renamed.replace(name, draws.letters(string.ascii_uppercase, len(name)))
         renamed = renamed.replace(_EXAMPLE_VALUE, str(draws.numpy.randint(10_000, 99_999))) + "\n"
         return replace(draft, prompt=replace(draft.prompt, example=renamed), meta={"example": renamed})
@@ -145,7 +145,7 @@ def _chain(names: Sequence[str], value: str, *, end: str) -> list[str]:
 
 
 def _draw_names(count: int, length: int, rng: np.random.Generator) -> list[str]:
-    """Draw names that differ in their first letters; none starts with VAR."""
+    """Draw names with distinct first letters. None starts with VAR."""
     names: dict[str, str] = {}
     while len(names) < count:
         name = "".join(rng.choice(_LETTERS, size=length))

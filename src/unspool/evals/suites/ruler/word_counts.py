@@ -1,7 +1,7 @@
-"""RULER's word counting: the most common words of a numbered list (cwe), and of a text in code words (fwe).
+"""RULER's word counting: the most common words of a numbered list (cwe) and of a text of code words (fwe).
 
-`fixed`: every question has its own word order, and the example shares no word with the list.
-`reference` follows RULER draw for draw: lists are shuffled with a constant seed, so that common words stand at the same
+`fixed`: every question has its own word order, and the example shares no words with the list.
+`reference` reproduces RULER's random draws: lists are shuffled with a constant seed, so common words are at the same
 positions in every sample of a size; sizes change by ten words (cwe) or by 1/32 of the length (fwe).
 """
 
@@ -40,13 +40,13 @@ FORMS: dict[str, Form] = {
 }
 NUM_COMMON = 10
 _CWE_STEP = 10
-# RULER estimates the tokens per word from a list of this many words.
+# RULER estimates tokens per word from a list of this many words.
 _CWE_TRIAL = 4096
 _CODED_LEN = 6
-# With fewer words, the third and fourth most frequent would occur equally often.
+# With fewer words, the third and fourth most frequent words would be equally frequent.
 _FEWEST_CODED = 120
 _NOISE_WORD = "..."
-_FEWEST_VOCABULARY = 5  # dots, three answers and one other word
+_FEWEST_VOCABULARY = 5  # dots, three answers and one more word
 _TOKENS_PER_CODED_WORD = 50  # tokens of the length per word of the vocabulary
 # zeta(2): the sum that normalizes Zipf's law with exponent 2.
 _ZETA = np.pi**2 / 6
@@ -59,7 +59,7 @@ def build_cwe(sources: Sources, ask: Ask) -> Question:
 
 
 def repeats(length: int) -> tuple[tuple[int, int, int], tuple[int, int]]:
-    """Return (words, repeats of common words, repeats of others) of the example, and both repeats of the list."""
+    """Return (words, repeats of common words, repeats of others) of the example, and the two repeats of the list."""
     return ((20, 3, 1), (6, 1)) if length < fitting.SHORT else ((40, 10, 3), (30, 3))
 
 
@@ -67,7 +67,7 @@ def _cwe_fixed(sources: Sources, ask: Ask) -> Builder:
     rng = CWE.rng(ask)
     (num_shown, *shown_repeats), (often, seldom) = repeats(ask.length)
     words_per_entry = _words_per_entry(sources, ask)
-    # A number, a period and two words with a hyphen take at least five tokens.
+    # A number, a period and two hyphenated words have at least five tokens.
     most = len(sources.words) if words_per_entry == 1 else ask.length // (5 * seldom) + num_shown + NUM_COMMON
     pool = _draw_entries(sources.words, most, words_per_entry, rng)
     shown = pool[-num_shown:]
@@ -86,7 +86,7 @@ def _words_per_entry(sources: Sources, ask: Ask) -> int:
     """Return 1 if the word list is enough for the length, else 2 (pairs of words)."""
 
     def needed() -> int:
-        # A reserve, since some questions draw shorter words.
+        # Keep a reserve, because some questions draw shorter words.
         words = sources.words[: int(0.95 * len(sources.words))]
         return 1 if sources.count(_number(words * repeats(ask.length)[1][1])) > CWE.budget(ask).tokens else 2
 
@@ -127,7 +127,7 @@ def _shuffle(words: Sequence[str], often: int, seldom: int, rng: np.random.Gener
 
 
 def _draw_entries(words: Sequence[str], count: int, words_per_entry: int, rng: np.random.Generator) -> list[str]:
-    """Draw different entries: single words, or two words joined by a hyphen."""
+    """Draw distinct entries: single words, or two words joined by a hyphen."""
     drawn = rng.choice(len(words) ** words_per_entry, size=count, replace=False).tolist()
     if words_per_entry == 1:
         return [words[at] for at in drawn]
@@ -155,7 +155,7 @@ def _fwe_fixed(sources: Sources, ask: Ask) -> Builder:
 
 
 def _fwe_reference(sources: Sources, ask: Ask) -> Question:
-    """RULER searches the size of `fwe` in its own way: one text grows step by step until it is too long."""
+    """RULER searches the size of `fwe` differently: one text grows step by step until it is too long."""
     budget = FWE.budget(ask)
     step, num_words = budget.tokens // 32, budget.tokens // _TOKENS_PER_CODED_WORD
     if num_words < _FEWEST_VOCABULARY:
@@ -200,8 +200,8 @@ def zipf_counts(size: int, num_words: int) -> np.ndarray:
 
 
 def exact_counts(total: int, num_words: int) -> np.ndarray:
-    """Return such counts for exactly `total` words; if several ranks gain a word at once, frequent ones go first."""
-    low, high = total, 4 * total  # rounding down loses words, so `size` is no less than their number
+    """Return such counts for exactly `total` words. On ties, frequent ranks gain a word first."""
+    low, high = total, 4 * total  # rounding down loses words, so `size` is at least `total`
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if zipf_counts(middle, num_words).sum() >= total else (middle + 1, high)
@@ -212,7 +212,7 @@ def exact_counts(total: int, num_words: int) -> np.ndarray:
 
 
 def _draw_vocabulary(budget: int, rng: np.random.Generator) -> list[str]:
-    """Draw different code words; the first is replaced by dots, which do not count."""
+    """Draw distinct code words. The first is replaced by dots, which do not count."""
     count = max(_FEWEST_VOCABULARY, budget // _TOKENS_PER_CODED_WORD)
     words: dict[str, None] = {}
     while len(words) < count:
