@@ -19,7 +19,7 @@ from unspool.data.packing.row import IGNORE
 README = Path(__file__).parents[1] / "README.md"
 TEXTS = ["The sea was calm and the ship went on, as it had for days. " * count for count in (3, 9, 30, 1, 12, 40)]
 # Examples that start processes or read the demo's books.
-SLOW = ("export", "run")
+SLOW = ("export", "run", "verify")
 HEAVY = ("torch", "transformers", "numpy", "pyarrow", "pydantic", "rich", "datatrove")
 
 
@@ -157,15 +157,15 @@ def test_columns_are_labels_that_stock_code_shifts_itself(loaded):
     ("data", "options", "error", "message"),
     [
         ("one text", {}, ConfigError, "names no files; give files, or a list of texts"),
-        ([], {}, DataError, "there is no text in it"),
-        (["text", None], {}, DataError, "record 1: a text, a list of token ids or a conversation was expected"),
+        ([], {}, DataError, "it contains no text"),
+        (["text", None], {}, DataError, "record 1: expected a text, a list of token ids or a conversation"),
         ([{"body": "text"}], {}, DataError, "record 0: no field 'text', 'input_ids' or 'messages'; it has 'body'"),
-        ([[1, 2, 99_999]], {}, DataError, "record 0: token 99999 is beyond the tokenizer's"),
+        ([[1, 2, 99_999]], {}, DataError, "record 0: token 99999 is outside the tokenizer's"),
         (["\0"], {}, DataError, "record 0: a NUL character"),
         (["few"], {}, DataError, "tokens do not fill one row of 128"),
         (TEXTS, {"seq_len": "12Q"}, ConfigError, "seq_len unit 'Q' is not known"),
         (TEXTS, {"packing": "bestfit"}, ConfigError, "packing Input should be 'concat', "),
-        (TEXTS, {"strategy": [unspool.UtK(), unspool.CIP()]}, ConfigError, "utk and cip both decide where chunks go"),
+        (TEXTS, {"strategy": [unspool.UtK(), unspool.CIP()]}, ConfigError, "utk and cip both move chunks"),
         (TEXTS, {"shares": {"a": 1.0}}, ConfigError, "give data as a dict"),
     ],
 )
@@ -234,6 +234,154 @@ def test_harpe_on_another_attention_is_refused():
         unspool.extend(model, "2K", rope=unspool.HARPE(low=4e3, high=2e4))
 
 
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("call", "arguments", "options", "option"),
+    [
+        (
+            lambda: unspool.evaluate("asset:tiny-base", "niah", rope=unspool.YaRN(), context="long"),
+            "`context` 'long': write a size",
+            ("eval", "asset:tiny-base", "--suite", "niah", "--rope", "yarn", "--context", "long"),
+            "--context 'long': write a size",
+        ),
+        (
+            lambda: unspool.evaluate("asset:tiny-base", budget="soon"),
+            "`budget` 'soon': write a time",
+            ("eval", "asset:tiny-base", "--budget", "soon"),
+            "--budget 'soon': write a time",
+        ),
+        (
+            lambda: unspool.evaluate("asset:tiny-base", beyond_context="ask"),
+            "`beyond_context` needs `suite` or `lengths`;",
+            ("eval", "asset:tiny-base", "--beyond-context", "ask"),
+            "--beyond-context needs --suite or --lengths;",
+        ),
+        (
+            lambda: unspool.generate("asset:tiny-base", "text", rope=unspool.YaRN()),
+            '`rope` needs the context length to reach, such as `context="32K"`.',
+            ("generate", "asset:tiny-base", "--question", "text", "--rope", "yarn"),
+            "--rope needs the context length to reach, such as --context 32K.",
+        ),
+        (
+            lambda: unspool.generate("asset:tiny-base", "a " * 999),
+            "drop its middle with `beyond_context='truncate'`,",
+            ("generate", "asset:tiny-base", "--question", "a " * 999),
+            "drop its middle with --beyond-context truncate,",
+        ),
+        (
+            lambda: unspool.plan("tiny", gpu="cpu", count=2),
+            "`gpu='cpu'` plans for one process on this CPU; leave `count` out.",
+            ("plan", "tiny", "--gpu", "cpu", "--count", "2"),
+            "--gpu cpu plans for one process on this CPU; leave --count out.",
+        ),
+        (
+            lambda: unspool.plan("tiny", {"stages.0.lr": "much"}),
+            """`overrides='stages.0.lr="much"'`: stages.0.lr""",
+            ("plan", "tiny", "--set", 'stages.0.lr="much"'),
+            "--set 'stages.0.lr=\"much\"': stages.0.lr",
+        ),
+        (
+            lambda: unspool.launch("tiny", host="a b"),
+            "`host='a b'` is not a host name",
+            ("launch", "tiny", "--host", "a b"),
+            "--host 'a b' is not a host name",
+        ),
+        (
+            lambda: unspool.study("tiny", only=["utkk"]),
+            "`only='utkk'`: no arm is called",
+            ("study", "tiny", "--only", "utkk"),
+            "--only utkk: no arm is called",
+        ),
+        (
+            lambda: unspool.inspect_attention("asset:tiny-base", "README.md", by="size"),
+            "`by='size'`: use far, same or share",
+            ("inspect", "attention", "asset:tiny-base", "--text", "README.md", "--by", "size"),
+            "--by size: use far, same or share",
+        ),
+    ],
+)
+def test_an_error_names_arguments_in_python_and_options_on_the_command_line(call, arguments, options, option):
+    from typer.testing import CliRunner
+
+    from unspool.cli.main import build_app
+
+    with pytest.raises(ConfigError) as caught:
+        call()
+    assert arguments in str(caught.value) and "--" not in str(caught.value)
+    done = CliRunner().invoke(build_app(), list(options))
+    assert done.exit_code == 2, done.output
+    assert option in done.stderr and "`" not in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("message", "shown"),
+    [
+        ("`context` is for `rope`", "--context is for --rope"),
+        ('use `rope="yarn", context=LENGTH`.', "use --rope yarn --context LENGTH."),
+        ("`lengths=['2K', 8192]`", "--lengths 2K,8192"),
+        ("`measured=True` needs a GPU", "--measure needs a GPU"),
+        ("`text='two words'`", "--text 'two words'"),
+        ("give `model`", "give MODEL"),
+        ("`synth` and `hf auth login` and `rope, other` stay", "`synth` and `hf auth login` and `rope, other` stay"),
+        ("`rope=f(` and `x.y` stay", "`rope=f(` and `x.y` stay"),
+    ],
+)
+def test_options_take_the_place_of_arguments_that_the_command_has(message, shown):
+    from unspool.cli.option_names import with_options
+
+    names = {name: f"--{name}" for name in ("rope", "context", "lengths", "text")}
+    assert with_options(message, names | {"measured": "--measure", "model": "MODEL"}) == shown
+
+
+def test_no_message_of_a_function_names_an_option_of_the_command():
+    """Whole commands, such as `unspool eval MODEL --rope yarn`, stay."""
+    import ast
+
+    own = {"--set", "--only", "--out", "--suite", "--lengths", "--rope", "--context", "--backend", "--url", "--gpu"}
+    source = Path(unspool.__file__).parent
+    found = []
+    for path in source.rglob("*.py"):
+        if path.relative_to(source).parts[0] in ("cli", "assets"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Raise) and node.exc is not None:
+                texts = [str(each.value) for each in ast.walk(node.exc) if isinstance(each, ast.Constant)]
+                words = {word.strip("`'(),.;:") for text in texts if "unspool " not in text for word in text.split()}
+                found += [(path.name, node.lineno, word) for word in words & own]
+    assert found == []
+
+
+# Results
+
+
+def test_a_model_in_memory_answers_as_its_folder_and_stays_in_training(loaded):
+    model, _ = unspool.load("asset:tiny-base", device="cpu")
+    model.train()
+    settings = {"max_new_tokens": 6, "device": "cpu"}
+    live = unspool.generate(model, "The king had a daughter.", ["Who?", "Where?"], **settings)
+    stored = unspool.generate("asset:tiny-base", "The king had a daughter.", ["Who?", "Where?"], **settings)
+
+    assert [answer.text for answer in live] == [answer.text for answer in stored] and model.training
+    assert live[1].cached_tokens > 0
+    with pytest.raises(ConfigError, match="this model is in memory, so leave them out"):
+        unspool.generate(model, "text", rope=unspool.YaRN(), context=512)
+
+
+def test_results_save_what_their_file_names_end_in(tmp_path):
+    advice = unspool.advise_rope("asset:tiny-base", 2048)
+    assert advice.save(tmp_path / "new" / "page.html").read_text().startswith("<!doctype html>")
+    assert '"methods"' in advice.save(tmp_path / "advice.json").read_text()
+    assert "iframe" in str(advice._repr_html_()) and "bound of Men" in str(advice)
+    with pytest.raises(ConfigError, match=r"ends in none of \.html, \.htm, \.json"):
+        advice.save(tmp_path / "advice.txt")
+    with pytest.raises(ConfigError, match="`format` 'pdf' is not known"):
+        advice.save(tmp_path / "advice.txt", "pdf")
+    with pytest.raises(ConfigError, match="is a folder; name the file"):
+        advice.save(tmp_path, "html")
+
+
 # The command line
 
 
@@ -254,10 +402,23 @@ def test_each_command_calls_its_function(monkeypatch, capsys):
         ("tokenize", "tiny"): "run",
         ("pack", "tiny"): "run",
         ("train", "tiny"): "run",
+        ("launch", "tiny"): "launch",
         ("plan", "tiny"): "plan",
+        ("rope", "--model", "asset:tiny-base", "--context", "2K"): "advise_rope",
         ("eval", "asset:tiny-base"): "evaluate",
+        ("generate", "asset:tiny-base", "--question", "Who?"): "load_generator",
+        ("judge", "runs/x"): "judge",
+        ("judge", "--check", "graded.jsonl"): "check_judge",
+        ("synth", "tiny"): "synthesize",
+        ("report", "runs/x"): "report",
+        ("study", "tiny"): "study",
+        ("study", "tiny", "--dry-run"): "plan_study",
+        ("verify",): "verify",
         ("export", "a", "b"): "export",
         ("inspect", "runs"): "inspect",
+        ("inspect", "rows", "runs"): "inspect_rows",
+        ("inspect", "distances", "runs"): "inspect_distances",
+        ("inspect", "attention", "asset:tiny-base", "--text", "book.txt"): "inspect_attention",
     }
     for arguments, name in functions.items():
         function = getattr(unspool, name)
@@ -295,5 +456,13 @@ USER_PROGRAM = """
     unspool.export(model, "folder", dtype="bf16")
     fits: bool = unspool.plan("tiny").fits
     unspool.run("tiny", {"out": "runs/x"})
+    answer: str = unspool.generate(model, "text", "question", max_new_tokens=5).text
+    answers: list[unspool.TextAnswer] = unspool.generate("folder", "text", ["one", "two"])
+    base: object = unspool.advise_rope(model, "2K")["abf"].parameters
+    failed: tuple[str, ...] = unspool.study("tiny", only=["utk"]).failed + unspool.verify(device="cpu").failed
+    unspool.report(["runs/a", "runs/b"]).save("both.html")
+    view: unspool.AttentionView = unspool.inspect_attention(["a", "b"], "book.txt", head=[(1, 2)])
+    script: str | None = unspool.launch("tiny", gpus=8, via="slurm", dry_run=True).script
+    unspool.judge("runs/a", url="http://localhost:8000/v1", model_name="judge").table()
     unspool.evaluate("folder", suite=[1])
 """

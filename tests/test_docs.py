@@ -64,6 +64,16 @@ def test_every_path_named_exists(document):
     assert [path for path in named if not (ROOT / path).exists()] == []
 
 
+def test_every_page_that_the_code_names_exists():
+    named = {
+        (by_name(path), page)
+        for path in PACKAGE.rglob("*")
+        if path.suffix in (".py", ".yaml", ".j2")
+        for page in re.findall(r"docs/([\w/-]+\.md)", path.read_text())
+    }
+    assert [(path, page) for path, page in sorted(named) if page not in PAGES and not (DOCS / page).exists()] == []
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=by_name)
 def test_every_link_leads_somewhere(document):
     assert broken_links(document.parent, document.read_text()) == []

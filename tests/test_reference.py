@@ -23,8 +23,11 @@ from unspool.evals.backends.base import BACKENDS
 from unspool.evals.config import eval_adapter
 from unspool.evals.suites import SUITES
 from unspool.recipe.load import load_recipe
+from unspool.recipe.paths import bundled_recipes, bundled_studies
 from unspool.recipe.schema import Recipe
 from unspool.rope.methods import ROPE_METHODS, AnyRopeMethod
+from unspool.studies.paper_numbers import paper_problems
+from unspool.studies.schema import study_problems
 from unspool.training.config import StageConfig
 from unspool.training.optim.config import OPTIMIZERS
 
@@ -38,7 +41,9 @@ from reference.keys import keys_table, since  # noqa: E402
 from reference.markdown import summary  # noqa: E402
 from reference.recipe_page import examples, link, sections  # noqa: E402
 from reference.registry_pages import backend_summary  # noqa: E402
+from reference.study_page import SECTIONS  # noqa: E402
 
+SENTENCES = r"[A-Z`].{8,}\."
 INTRO = (TOOLS / "reference" / "recipe_intro.md").read_text(encoding="utf-8")
 
 
@@ -70,7 +75,7 @@ def undescribed(classes: Iterable[type[Config]]) -> list[str]:
         f"{cls.__name__}.{name}: {key_description(cls, name)!r}"
         for cls in classes
         for name in cls.model_fields
-        if not re.fullmatch(r"[A-Z`].{8,}\.", key_description(cls, name), re.DOTALL)
+        if not re.fullmatch(SENTENCES, key_description(cls, name), re.DOTALL)
     ]
 
 
@@ -143,6 +148,10 @@ def test_every_part_of_a_recipe_has_a_section_with_all_its_keys(pages):
             assert f'<span id="{anchor}-{field.alias or key}"></span>' in text, (address, key)
 
 
+def test_every_bundled_recipe_is_listed(pages):
+    assert all(f"| `{name}` |" in pages["reference/recipe.md"] for name in bundled_recipes())
+
+
 # Examples
 
 
@@ -157,7 +166,8 @@ def example_cases() -> dict[str, Any]:
 
 
 def test_every_section_and_registered_name_has_an_example_and_nothing_else_has():
-    assert {*examples()} == {*example_cases()}
+    studies = {f"study: {name}" for name in (*SECTIONS, "margin")}
+    assert {*examples()} == {*example_cases()} | studies
 
 
 @pytest.mark.parametrize("name", example_cases())
@@ -184,6 +194,26 @@ def test_the_changes_that_the_page_shows_are_valid(tmp_path):
     stages = load_recipe(tmp_path / "mine.yaml").recipe.stages
     assert [(stage.name, stage.tokens) for stage in stages] == [("64k", 1 << 30)]
     assert all(isinstance(stage, StageConfig) for stage in stages)
+
+
+# Study files
+
+
+def test_every_key_of_a_study_is_described(pages):
+    text = pages["reference/study.md"]
+    for name, (_, keys) in SECTIONS.items():
+        assert [key for key, described in keys.items() if not re.fullmatch(SENTENCES, described, re.DOTALL)] == []
+        assert all(f'<span id="{name}-{key}"></span>' in text for key in keys)
+    assert all(f"`{name}`" in text for name in bundled_studies())
+
+
+def test_the_examples_of_a_study_file_are_valid():
+    whole = yaml.safe_load(examples()["study: study"]) | yaml.safe_load(examples()["study: margin"])
+    assert [*study_problems(whole)] == []
+    arms = yaml.safe_load(examples()["study: arms"])
+    assert [*study_problems({"name": "x", "recipe": "tiny"} | arms)] == []
+    paper = yaml.safe_load(examples()["study: paper"])
+    assert [*paper_problems(paper, ["no-masks", "masks"])] == []
 
 
 # Commands

@@ -86,7 +86,7 @@ def test_a_datasets_table_names_the_strategies_and_the_share_of_tokens_they_add(
 
 def test_an_upsample_table_shows_long_documents_before_and_after():
     head, entry = lines(upsample_table({"long": UPSAMPLED, "plain": COUNTS}))
-    assert head == ["dataset", "source", "tokens", "in long ones before", "after", "repeated", "left out"]
+    assert head == ["dataset", "source", "tokens", "in long documents before", "after", "repeated", "left out"]
     assert entry == ["long", "a", "604", "30.0%", "71.0%", "64", "1.2K"]
 
 

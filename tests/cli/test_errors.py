@@ -64,7 +64,7 @@ def test_a_valid_recipe_passes_so_that_the_failures_below_mean_something(tmp_pat
         (", lr: 1e-5", "", "small.yaml:8: stages.0.lr: missing"),
         ("mix: {long", "mix: {lng", "small.yaml:8: stages.0.mix.lng: dataset 'lng' is not known; did you mean 'long'?"),
         ("model: org/name", "model: a: b", "small.yaml:2: not valid YAML"),
-        ("model: org/name", "name: again\nmodel: org/name", "small.yaml:2: name: this key is already given on line 1"),
+        ("model: org/name", "name: again\nmodel: org/name", "small.yaml:2: name: duplicate key, first given on line 1"),
         (RECIPE, "", "small.yaml: the recipe is empty"),
     ],
 )

@@ -37,7 +37,7 @@ MISTAKES = {
     "missing extra": (
         ["--backend", "vllm", "--suite", "niah", "--lengths", "128"],
         "--backend vllm: vllm is not installed; run `pip install vllm`, or start a vLLM server and use --backend "
-        "openai --url.",
+        "openai --url ADDRESS.",
     ),
     "endpoint without a server": (
         ["--suite", "niah", "--lengths", "128", "--endpoint", "chat"],
@@ -54,7 +54,7 @@ MISTAKES = {
     ),
     "file where the results should go": (
         ["--suite", "niah", "--lengths", "64", "--out", "taken/results"],
-        "{cwd}/taken: file exists; it is in the way; move it away, or use another path.",
+        "{cwd}/taken: file exists; it already exists; move it away, or use another path.",
     ),
 }
 

@@ -199,7 +199,7 @@ def test_a_row_is_looked_at_as_it_is_trained_on(models, tmp_path):
         (["--by", "size"], "far, same or share"),
         (["--by", "share", "--attention", "intra_document"], "long-range attention that can leave a document"),
         (["--by", "share", "--docs", 1], "long-range attention that can leave a document"),
-        (["--row", "rows:0"], "either --text FILE or --row"),
+        (["--row", "rows:0"], "either --text or --row"),
         (["--name", "a", "--name", "b"], "name each or none"),
         (["--device", "tpu"], "--device 'tpu' is not known"),
     ],
@@ -212,7 +212,7 @@ def test_missing_things_are_named(models, texts, tmp_path):
     missing = tmp_path / "nowhere"
     assert "nowhere" in refused(missing, *text_args(texts))
     assert "plane.txt: no such file" in refused(models[0], "--text", texts[1].with_name("plane.txt"))
-    assert "either --text FILE or --row" in refused(models[0])
+    assert "either --text or --row" in refused(models[0])
     assert "give one, or two to compare" in refused(*models, *text_args(texts))
     assert "is a folder" in refused(models[0], *text_args(texts), "--svg", tmp_path)
     assert "is a folder" in refused(models[0], *text_args(texts), "--html", tmp_path)

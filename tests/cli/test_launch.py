@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from unspool.cli import launch as launch_file
 from unspool.cli.main import build_app
+from unspool.recipe import start_job
 from unspool.recipe.launch import LaunchOptions, ray_command, slurm_script, torchrun_command
 
 SECONDS = 300  # of a job; far beyond what one needs, so that only those that hang reach it
@@ -118,7 +118,7 @@ def test_json_holds_exactly_what_would_be_run(fits):
     [
         (("--gpus", "3"), "stage abf on 3 ranks"),
         (("--gpus", "16", "--set", "stages.0.parallel.ulysses=16"), "use 1, 2, 4 or 8"),
-        (("--via", "carrier-pigeon"), "torchrun, slurm, ray"),
+        (("--via", "carrier-pigeon"), "Known: ray, slurm, torchrun."),
         (("--verb", "eval"), "run, train"),
         (("--env", "NOTHING"), "KEY=VALUE"),
         (("--env", "RANK=3"), "cannot be set"),
@@ -132,7 +132,7 @@ def test_json_holds_exactly_what_would_be_run(fits):
     ],
 )
 def test_what_would_not_work_is_refused_before_anything_is_started(options, told, monkeypatch):
-    monkeypatch.setattr(launch_file, "_start", lambda *args, **kwargs: pytest.fail("started"))
+    monkeypatch.setattr(start_job, "start", lambda *args, **kwargs: pytest.fail("started"))
     done = run(*options)
     assert done.exit_code == 2, done.output
     assert told in done.stderr
@@ -212,7 +212,7 @@ def test_ranks_of_a_recipe_for_the_cpu_ask_for_no_gpus(tmp_path):
 
 
 def test_ray_is_refused_where_it_is_not_installed(monkeypatch, fits):
-    monkeypatch.setattr(launch_file, "find_spec", lambda name: None)
+    monkeypatch.setattr(start_job, "find_spec", lambda name: None)
     done = run("--gpus", "2", *fits, "--via", "ray")
     assert done.exit_code == 2
     assert "unspool[cluster]" in done.stderr
@@ -265,5 +265,5 @@ def test_ray_starts_all_ranks_again_when_one_fails(tmp_path):
         [*words[: words.index("--") + 1], "-c", code], capture_output=True, text=True, check=False, timeout=SECONDS
     )
     assert done.returncode == 0, done.stderr
-    assert "try 1 of 2 ended; exit codes by rank: {1: 3}" in done.stderr
+    assert "attempt 1 of 2 failed; exit codes by rank: {1: 3}" in done.stderr
     assert {"0", "1"} <= {path.name for path in tmp_path.iterdir()}

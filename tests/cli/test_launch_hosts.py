@@ -23,7 +23,7 @@ from .test_launch_killed import SECONDS, rank_process
 from .test_launch_killed import recipe as recipe
 
 RANKS, STEPS = 4, 16
-# After the last heartbeat of a host, until all ranks have ended; docs/scaling.md says 25 s until it is noticed.
+# After the last heartbeat of a host, until all ranks have ended.
 NOTICED = 60
 NETWORK = "10.213.71"
 ETC = Path("/etc/netns")

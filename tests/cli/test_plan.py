@@ -63,7 +63,7 @@ def test_a_doomed_run_is_refused_and_its_line_can_be_pasted():
     paper, *why = again.stdout[again.stdout.index("paper      ") :].splitlines()[:4]
     assert paper == "paper      12,200 H100 hours for 20B tokens (ProLong, Table 9): 489 tokens/s per GPU, MFU 8%"
     assert why[0].split(" per GPU: ")[1].startswith("the same work at MFU ") and why[0].endswith("instead of 8%")
-    assert why[1].strip() == "if each row cost the paper as much as one document of that length, MFU 23%"
+    assert why[1].strip() == "if each row had cost the paper as much as one document of that length: MFU 23%"
     assert "(§B.3)" in why[2]
 
 
@@ -181,6 +181,4 @@ def test_a_gpu_in_this_machine_is_found_by_its_name(mini, monkeypatch):
     seen("NVIDIA Unheard-of 9")
     done = run(mini, "--gpu", "this")
     assert done.exit_code == 2
-    assert done.stderr == (
-        "error: the local GPU, NVIDIA Unheard-of 9, is not known; use --gpu with the name of a similar one.\n"
-    )
+    assert done.stderr == ("error: the local GPU, NVIDIA Unheard-of 9, is not known; pass a similar GPU with --gpu.\n")

@@ -63,7 +63,7 @@ def test_one_command_generates_packs_and_trains_and_does_it_once(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"path": "synth:lnog"}, "'lnog' is no set of `synth`; did you mean 'long'? sets here: long."),
+        ({"path": "synth:lnog"}, "'lnog' is not a set of `synth`; did you mean 'long'? Sets in this recipe: long."),
         ({"kind": "jsonl"}, "only sources of kind: chat can read the conversations of `synth`."),
     ],
 )

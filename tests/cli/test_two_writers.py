@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 import unspool.recipe.run
-import unspool.recipe.synthesize
+import unspool.recipe.synthesis
 import unspool.studies.run
 import unspool.studies.study_report  # noqa: F401  (so that forked commands need not load them)
 from factory import SMALL_SIZE, build_model, save_folder, save_mini

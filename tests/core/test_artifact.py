@@ -1,4 +1,4 @@
-"""Artifacts: whole or absent whatever happens, and known to be stale when they are."""
+"""Artifacts are complete or absent after any failure, and stale ones are detected."""
 
 import json
 import signal
@@ -56,7 +56,7 @@ def with_manifest(out_dir: Path, change: Callable[[dict[str, Any]], None]) -> No
 # Publishing
 
 
-def test_the_manifest_says_what_it_was_made_of_and_what_is_in_it(tmp_path):
+def test_the_manifest_records_inputs_settings_and_files(tmp_path):
     make(tmp_path / "rows")
 
     manifest = read_manifest(tmp_path / "rows")
@@ -70,7 +70,7 @@ def test_the_manifest_says_what_it_was_made_of_and_what_is_in_it(tmp_path):
     }
 
 
-def test_nothing_stands_under_the_name_before_the_work_is_done(tmp_path):
+def test_the_final_name_does_not_exist_before_the_work_is_done(tmp_path):
     with publish(tmp_path / "rows", **IDENTITY) as draft:
         (draft.folder / "data.txt").write_text("half")
         assert not (tmp_path / "rows").exists()
@@ -102,7 +102,7 @@ def test_publishing_again_replaces_the_folder_and_keeps_nothing_of_it(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["rows"]
 
 
-def test_work_of_a_killed_process_is_neither_taken_for_a_result_nor_mixed_into_the_next(tmp_path):
+def test_work_of_a_killed_process_is_neither_a_result_nor_mixed_into_the_next(tmp_path):
     code = f"""
 import os, signal
 from pathlib import Path
@@ -181,7 +181,7 @@ def test_between_the_two_renames_the_finished_draft_takes_the_place(mended_by, t
     assert [path.name for path in tmp_path.iterdir()] == ["rows"]
 
 
-def test_where_the_new_folder_had_another_name_or_was_never_finished_the_old_one_comes_back(tmp_path):
+def test_the_old_folder_is_restored_if_the_new_one_is_unfinished_or_missing(tmp_path):
     make(tmp_path / "rows", "old")
     (tmp_path / "rows").rename(tmp_path / "rows.old")
     (tmp_path / "rows.partial").mkdir()
@@ -214,7 +214,7 @@ def test_a_work_folder_can_be_sealed_under_another_name(tmp_path):
 # Stale or not
 
 
-def test_what_a_killed_write_left_is_not_published(tmp_path):
+def test_leftovers_of_a_killed_write_are_not_published(tmp_path):
     work = tmp_path / "x.partial"
     work.mkdir()
     (work / "data").write_text("1")
@@ -246,7 +246,7 @@ def test_a_change_is_named(inputs, settings, reason, tmp_path):
     assert stale_reason(tmp_path / "rows", kind="rows", inputs=inputs, settings=settings) == reason
 
 
-def test_another_kind_or_format_is_not_taken_for_this_one(tmp_path, monkeypatch):
+def test_a_folder_of_another_kind_or_format_is_stale(tmp_path, monkeypatch):
     make(tmp_path / "rows")
     another = "it has another format version"
     assert stale_reason(tmp_path / "rows", **(IDENTITY | {"kind": "corpus"})) == another
@@ -276,7 +276,7 @@ def test_a_manifest_that_lists_no_files_is_not_complete(files, tmp_path):
     assert stale_reason(tmp_path / "rows", **IDENTITY) == "its manifest lists no files"
 
 
-def test_a_changed_count_in_a_manifest_is_noticed(tmp_path):
+def test_a_changed_count_in_a_manifest_is_detected(tmp_path):
     make(tmp_path / "rows")
     path = tmp_path / "rows" / MANIFEST
     path.write_text(path.read_text().replace('"rows": 3', '"rows": 4'))
@@ -308,7 +308,7 @@ def describe(path: Path) -> str | None:
     return path.read_text() if path.exists() else None
 
 
-def test_work_for_another_key_is_kept_for_one_generation_and_comes_back(tmp_path, capsys):
+def test_work_for_another_key_is_kept_for_one_generation_and_restored(tmp_path, capsys):
     work = tmp_path / "box.work"
     assert work_on(work, "a") is None
     (work / "done").write_text("3 steps")
@@ -316,7 +316,7 @@ def test_work_for_another_key_is_kept_for_one_generation_and_comes_back(tmp_path
     assert capsys.readouterr().err == ""
 
     assert work_on(work, "b") is None
-    assert "box: discarding the unfinished work in box.work (3 steps)" in capsys.readouterr().err
+    assert "box: setting aside the unfinished work in box.work (3 steps)" in capsys.readouterr().err
     assert work_on(work, "a") == "3 steps", "b had done nothing, so nothing is lost"
     assert capsys.readouterr().err == ""
     assert work_on(work, "b") is None
@@ -326,7 +326,7 @@ def test_work_for_another_key_is_kept_for_one_generation_and_comes_back(tmp_path
     capsys.readouterr()
     assert work_on(work, "c") is None
     said = capsys.readouterr().err
-    assert "(5 steps)" in said and "3 steps of still older work there is deleted" in said
+    assert "(5 steps)" in said and "3 steps of older work there is deleted" in said
 
 
 @pytest.mark.parametrize("moment", range(1, 6))
@@ -349,19 +349,19 @@ def test_killed_at_any_rename_no_work_is_lost(moment, tmp_path, monkeypatch):
 # Damage
 
 
-def test_a_file_that_was_removed_is_noticed(tmp_path):
+def test_a_removed_file_is_detected(tmp_path):
     make(tmp_path / "rows")
     (tmp_path / "rows" / "model" / "weights").unlink()
     assert stale_reason(tmp_path / "rows", **IDENTITY) == "file model/weights is missing or has another size"
 
 
-def test_a_file_that_was_cut_short_is_noticed(tmp_path):
+def test_a_truncated_file_is_detected(tmp_path):
     make(tmp_path / "rows")
     (tmp_path / "rows" / "data.txt").write_text("on")
     assert stale_reason(tmp_path / "rows", **IDENTITY) == "file data.txt is missing or has another size"
 
 
-def test_a_file_of_the_same_size_with_other_content_is_noticed(tmp_path):
+def test_changed_content_of_the_same_size_is_detected(tmp_path):
     make(tmp_path / "rows")
     (tmp_path / "rows" / "data.txt").write_text("onf")
     assert stale_reason(tmp_path / "rows", **IDENTITY) == "file data.txt has changed"

@@ -22,7 +22,7 @@ def test_a_config_cannot_be_changed():
 
 
 @pytest.mark.parametrize("share", [float("nan"), float("inf")])
-def test_what_is_no_number_is_refused(share):
+def test_values_that_are_not_numbers_are_refused(share):
     with pytest.raises(ValidationError, match="finite_number"):
         Example(share=share)
 

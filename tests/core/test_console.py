@@ -1,4 +1,4 @@
-"""Printed text cannot control the terminal, and JSON still means exactly what it is made of."""
+"""Printed text cannot control the terminal, and JSON keeps the exact values."""
 
 import io
 import json

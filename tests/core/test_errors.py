@@ -1,4 +1,4 @@
-"""Errors of the operating system become a sentence, whichever library they come through."""
+"""Operating system errors become a sentence, whichever library raises them."""
 
 import errno
 import os
@@ -72,7 +72,7 @@ def test_an_error_keeps_its_own_path_and_a_sentence_of_ours_is_kept():
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError(), ValueError("28"), OSError("?"), full_disk(errno.EINVAL)])
-def test_a_bug_is_no_error_of_the_operating_system(error):
+def test_a_bug_is_not_an_operating_system_error(error):
     assert explain(error) is None
     with pytest.raises(type(error)), naming(Path("run")):
         raise error

@@ -73,7 +73,7 @@ def test_groups_of_version_1(tmp_path):
 
 
 @pytest.mark.parametrize("limit", ["max", 2**63 - 4096, 500 * GIB])
-def test_a_limit_above_the_machine_is_none(tmp_path, limit):
+def test_a_limit_above_the_machines_memory_is_ignored(tmp_path, limit):
     found = measure_host_memory(fake(tmp_path, "0::/\n", {"": v2(limit, 100 * GIB)}))
     assert found == HostMemory(total=128 * GIB, available=120 * GIB)
 

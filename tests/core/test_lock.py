@@ -1,4 +1,4 @@
-"""One writer per folder: the second is told who the first is, and the dead hold nothing."""
+"""One writer per folder: the error names the first writer, and a dead process holds no lock."""
 
 import errno
 import json
@@ -57,7 +57,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_the_second_writer_is_told_who_the_first_is_and_touches_nothing(tmp_path):
+def test_the_second_writer_gets_the_first_ones_name_and_changes_nothing(tmp_path):
     with other_process(holding(tmp_path / "run")) as pid:
         before = contents(tmp_path)
         with pytest.raises(BusyError) as error, lock_run(tmp_path / "run"):
@@ -72,7 +72,7 @@ def test_the_second_writer_is_told_who_the_first_is_and_touches_nothing(tmp_path
     assert "\n" not in text
 
 
-def test_what_the_first_writer_says_of_itself_cannot_move_the_cursor(tmp_path):
+def test_the_lock_holders_description_cannot_move_the_cursor(tmp_path):
     text = lock._describe(tmp_path, {"pid": 1, "host": "h\x1b[2J", "started": "now", "command": "a\nb\x07"})
     assert text.isprintable()
 
@@ -150,7 +150,7 @@ def test_shared_locks_exclude_only_exclusive_ones(tmp_path):
 
 
 @pytest.mark.parametrize("inside", ["scores/base", "scores/base/judgements.jsonl"])
-def test_what_is_inside_of_a_run_is_locked_with_it(inside, tmp_path):
+def test_folders_inside_a_run_are_locked_with_the_run(inside, tmp_path):
     with (
         other_process(holding(tmp_path / "run")),
         pytest.raises(BusyError, match="run is in use"),
@@ -159,7 +159,7 @@ def test_what_is_inside_of_a_run_is_locked_with_it(inside, tmp_path):
         pass
 
 
-def test_what_is_in_no_run_is_locked_by_itself(tmp_path):
+def test_folders_outside_runs_are_locked_alone(tmp_path):
     with lock_output(tmp_path / "scores"):
         assert not (tmp_path / "scores").exists()
         with lock_output(tmp_path / "others"):
@@ -210,7 +210,7 @@ def from_another_host(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("no_locks", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS], indirect=True)
-def test_without_locks_a_lease_is_used_and_said(no_locks, tmp_path, capsys):
+def test_without_locks_a_lease_is_used_and_logged(no_locks, tmp_path, capsys):
     with lock_run(tmp_path / "run"):
         assert (tmp_path / "run" / (LOCK + lock.LEASE)).exists()
     assert list(tmp_path.iterdir()) == []
@@ -234,7 +234,7 @@ def test_a_lease_of_a_dead_process_of_this_machine_is_taken_over_at_once(no_lock
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_lease_that_nobody_renews_is_taken_over_whatever_the_clocks_say(no_locks, tmp_path):
+def test_an_expired_lease_is_taken_over_even_if_clocks_differ(no_locks, tmp_path):
     with other_process(holding(tmp_path)):
         pass
     from_another_host(tmp_path)

@@ -12,7 +12,7 @@ def test_an_entry_is_found_by_its_name():
     assert lookup(SUITES, "kv", kind="suite") == 2
 
 
-def test_a_misspelt_name_is_refused_with_the_nearest_one_and_all_that_are_known():
+def test_a_misspelled_name_is_refused_with_the_nearest_and_all_known_names():
     with pytest.raises(ConfigError) as error:
         lookup(SUITES, "niha", kind="suite")
     assert str(error.value) == "suite 'niha' is not known. Did you mean 'niah'? Known: kv, loss, niah."

@@ -15,7 +15,7 @@ from unspool.core.progress import MAX_SECONDS, MIN_SECONDS, long_bar, progress_b
 
 @pytest.fixture
 def screen(monkeypatch):
-    """A terminal of 80 columns that keeps what is written to it."""
+    """A terminal of 80 columns that records its output."""
     file = io.StringIO()
     monkeypatch.setattr(progress, "console", Console(file=file, force_terminal=True, highlight=False, width=80))
     return file
@@ -65,7 +65,7 @@ def test_a_line_is_printed_as_it_is(screen):
 
 
 def spoken(capsys, seconds_per_step, total=100):
-    """Which of the steps of a long job are told of where there is no terminal."""
+    """Return the steps of a long job that are logged without a terminal."""
     now = 0.0
     with long_bar("stage abf", total, clock=lambda: now) as advance:
         advance(0)
@@ -87,7 +87,7 @@ def test_a_log_of_a_slow_job_is_never_silent_for_long(capsys):
     assert spoken(capsys, MAX_SECONDS / 2) == [1, *range(3, 100, 2), 100]
 
 
-def test_a_long_job_that_goes_on_counts_from_where_it_was(capsys):
+def test_a_resumed_long_job_counts_from_its_last_position(capsys):
     with long_bar("stage abf", 10) as advance:
         advance(4, "")
         advance(1, "loss 3.1")

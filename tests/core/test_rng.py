@@ -26,7 +26,7 @@ def test_another_process_draws_the_same():
     assert done.stdout.strip() == str(draws("kv", 2048, 7))
 
 
-def test_what_others_draw_before_changes_nothing():
+def test_earlier_draws_of_other_generators_change_nothing():
     alone = draws("rows", "long")
     rng_for(0, "rows", "short").random(1000)
     np.random.default_rng(0).random(10)

@@ -47,7 +47,7 @@ def test_units_are_powers_of_two_and_plain_numbers_are_themselves(text, size):
         ("0.3K", "0.3K is not a whole number"),
     ],
 )
-def test_what_is_no_size_is_refused_with_what_is_allowed(value, said):
+def test_an_invalid_size_is_refused_with_the_allowed_values(value, said):
     with pytest.raises(ValueError, match=re.escape(said)):
         parse_size(value)
 

@@ -50,7 +50,7 @@ def test_right_or_wrong_scores_get_wilsons_interval_and_one_graded_score_tells_n
     assert score_interval([0.5]) == (0.0, 1.0)
 
 
-def test_a_bootstrap_covers_the_true_mean_about_as_often_as_it_says():
+def test_a_bootstrap_covers_the_true_mean_about_as_often_as_claimed():
     rng = np.random.default_rng(1)
     hits = 0
     for _ in range(200):

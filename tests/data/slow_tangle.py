@@ -1,4 +1,4 @@
-"""Untie the Knots said as plainly as possible, one token at a time: what the fast code is compared with.
+"""A plain implementation of Untie the Knots, one token at a time, to compare with the fast code.
 
 `slow_rows` draws the same numbers as `Tangler.pack`, one by one; the others know only tokens and knots.
 """
@@ -21,7 +21,7 @@ class SlowRow:
     chunk_ids: list[int] = field(default_factory=list)
     texts: list[list[int]] = field(default_factory=list)  # of documents, as far as the row holds them
     documents: list[int] = field(default_factory=list)  # their numbers
-    cut: bool = False  # the last one goes on after the row
+    cut: bool = False  # the last one continues after the row
 
 
 @dataclass
@@ -49,7 +49,7 @@ def slow_rows(
     *,
     keep_rest: bool,
 ) -> list[SlowRow]:
-    """For as few labels as come before any comes again."""
+    """For the smallest number of labels before one repeats."""
     doc_rng, row_rng, doc_label_rng, row_label_rng, place_rng = rng.spawn(5)
     doc_labels, row_labels = _labels(draw_labels, doc_label_rng), _labels(draw_labels, row_label_rng)
     waiting = [
@@ -105,7 +105,7 @@ def _entry(config: UtK, rng: np.random.Generator, labels: Iterator[list[int]], l
 
 
 def _fit(text: list[int], entry: _Entry, room: int, config: UtK, splits: bool) -> tuple[_Unit, int]:
-    """What of a document enters a row with this room, and what it costs."""
+    """Return how much of a document fits into this room, and its cost."""
     hops = entry.hops if splits and len(text) >= max(config.min_split, entry.hops) else 1
     marks = 0
     if hops > 1:
@@ -174,7 +174,7 @@ def slow_mask(tokens: Sequence[int], knots: Mapping[str, int], starts: Sequence[
 
 
 def slow_released_mask(tokens: Sequence[int], knots: Mapping[str, int], eos: int) -> list[bool]:
-    """The rules of the released code, token by token: may token i be asked for, given token i - 1?"""
+    """The rules of the released code, token by token: may token i be a target, given token i - 1?"""
     opening, closing, solution, _, ending, *cuts = knots.values()
     mask, in_label = [False], tokens[0] == opening
     for given_token, target in pairwise(tokens):
@@ -191,7 +191,7 @@ def slow_released_mask(tokens: Sequence[int], knots: Mapping[str, int], eos: int
 
 
 def slow_solutions(tokens: Sequence[int], knots: Mapping[str, int]) -> list[tuple[int, list[tuple[int, ...]]]]:
-    """Where each <S> stands, and the labels between it and </S>."""
+    """Find each <S>, and the labels between it and </S>."""
     _, _, solution, following, ending, *_ = knots.values()
     found = []
     for place in [place for place, token in enumerate(tokens) if token == solution]:

@@ -42,7 +42,7 @@ def test_every_row_is_done_once_and_every_rank_does_equally_many(case):
 
 @settings(deadline=None)
 @given(costs_and_ranks)
-def test_it_is_never_worse_than_taking_the_rows_as_they_come(case):
+def test_balancing_is_never_worse_than_the_given_order(case):
     costs, ranks = np.array(case[0]), case[1]
     before = imbalance(costs, np.arange(len(costs)).reshape(ranks, -1))
     after = imbalance(costs, arrange(costs, ranks))
@@ -85,7 +85,7 @@ def test_prolongs_mix_wastes_little_on_eight_ranks():
     after = imbalance(costs, arrange(costs, 8))
     assert before[1] > 1.15
     assert after[1] < 1.06
-    # Long rows that 8 does not divide leave some ranks one more than others, whatever one does.
+    # If 8 does not divide the long rows, some ranks always have one more than others.
     num_long = sum(len(each) == 1 for each in lens)
     most_long = -(-num_long // 8)
     assert costs[arrange(costs, 8)].sum(axis=1).max() == most_long * costs.max() + (8 - most_long) * costs.min()

@@ -1,4 +1,4 @@
-"""Distances within documents: the closed form says what counting pair by pair says."""
+"""Distances within documents: the closed form equals counting pair by pair."""
 
 from itertools import combinations, pairwise
 
@@ -15,7 +15,7 @@ EDGES = [1, 2, 4, 8, 16, 32, 64, 128]
 
 
 def by_hand(row: Row, is_text: np.ndarray | None, edges: list[int]) -> list[int]:
-    """All pairs of tokens, one by one."""
+    """Count all pairs of tokens one by one."""
     piece = np.repeat(np.arange(len(row.doc_lens)), row.doc_lens)
     doc = piece if row.chunk_ids is None else row.chunk_ids[piece]
     position = np.arange(len(row.tokens)) if row.positions is None else row.positions

@@ -29,7 +29,7 @@ def test_pairs_are_json_in_the_order_given():
     assert text == '{"stone": "lamp", "apple": "river"}'
 
 
-def test_a_pair_question_stands_on_its_own_line_and_ends_where_the_value_begins():
+def test_a_pair_question_is_a_separate_line_and_ends_where_the_value_begins():
     asked = pair_question("stone")
 
     assert asked.startswith("\n") and asked.endswith('"') and '"stone"' in asked

@@ -81,7 +81,7 @@ def test_megatron_warns_of_what_it_cannot_hold(dataset, tmp_path, caplog):
     assert "--reset-attention-mask" in caplog.text
     lost = "attention across the chunks of a row and loss masks" if dataset[0].attention == "full" else "loss masks"
     lost = lost if dataset[0].positions is None else "position ids"
-    assert f"the format has no place for {lost}, which are lost" in caplog.text
+    assert f"the format cannot store {lost}; they are lost" in caplog.text
 
 
 def test_a_second_time_nothing_is_written_and_other_files_are_never_lost(tokenizer, tmp_path):

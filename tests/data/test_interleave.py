@@ -34,7 +34,7 @@ def make_docs(lens: list[int]) -> list[Doc]:
     return [Doc(np.arange(ends[i], ends[i + 1], dtype=np.uint32), "ab"[i % 2]) for i in range(len(lens))]
 
 
-def test_all_first_pieces_come_first_then_all_second_ones():
+def test_a_row_has_all_first_pieces_then_all_second_ones():
     """The fast variant of the public code returns plain document order."""
     row = interleave_row(plain_row([4, 6, 2]), 2)
 
@@ -103,7 +103,7 @@ def test_a_row_keeps_its_tokens_and_the_order_inside_documents(doc_lens, pieces,
     st.integers(0, 12),
 )
 @settings(max_examples=300, deadline=None)
-def test_rows_have_the_asked_length_and_no_token_is_lost(lens, row_len, pieces, mode, stop):
+def test_rows_have_the_requested_length_and_no_token_is_lost(lens, row_len, pieces, mode, stop):
     tally = Tally()
     stream = PACKERS[mode](make_docs(lens), row_len, tally)
     packed = list(islice(stream, stop))
@@ -138,7 +138,7 @@ def test_the_rest_of_a_cut_document_starts_the_next_row_or_is_dropped(mode, begi
     st.sampled_from(["random", "equal"]),
 )
 @settings(max_examples=200, deadline=None)
-def test_several_rows_at_once_give_what_they_give_one_by_one(rows, pieces, split):
+def test_several_rows_at_once_give_the_same_as_one_row_at_a_time(rows, pieces, split):
     plain = [plain_row(doc_lens) for doc_lens in rows]
     together, one_by_one = finisher(pieces=pieces, split=split)(plain), finisher(pieces=pieces, split=split)
     for made, row in zip(together, plain, strict=True):

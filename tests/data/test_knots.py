@@ -91,7 +91,7 @@ def test_knots_are_added_once_in_a_fixed_order_and_found_again(tokenizer):
 
 
 @pytest.mark.parametrize("build", [build_tokenizer, lambda: reserved(RESERVED["Llama 3"])])
-def test_the_ids_do_not_depend_on_how_many_are_asked_for_or_in_how_many_steps(build):
+def test_ids_do_not_depend_on_the_number_or_order_of_requests(build):
     all_at_once, step_by_step = knot_ids(build(), 8), build()
     for hops in (2, 5, 3, 8):
         found = knot_ids(step_by_step, hops)
@@ -165,11 +165,11 @@ def test_chat_templates_may_be_several():
 
 
 @pytest.mark.parametrize("name", ["<extra_id_{}>", "<|im_{}|>", "<0x{}>", "token_{}", "<|speaker_{}|>", "[{}]", "<{}>"])
-def test_other_numbered_tokens_are_not_taken_for_reserved(name):
+def test_other_numbered_tokens_are_not_treated_as_reserved(name):
     assert spare_ids(reserved(name)) == []
 
 
-def test_what_text_may_have_trained_is_the_vocabulary_without_spare_entries():
+def test_trained_ids_are_the_vocabulary_without_spare_entries():
     tokenizer = reserved(RESERVED["Phi"])
     free = set(ids_of(tokenizer, RESERVED["Phi"]))
     assert set(trained_ids(tokenizer).tolist()) == set(range(len(tokenizer))) - free
@@ -196,7 +196,7 @@ def test_a_saved_tokenizer_has_the_same_knots(build, hops, tmp_path):
         assert all(again.added_tokens_decoder[number].special for number in ids.values())
 
 
-def test_a_list_of_special_tokens_beside_the_vocabulary_does_not_bring_old_names_back(tmp_path):
+def test_a_separate_list_of_special_tokens_does_not_restore_old_names(tmp_path):
     names = [RESERVED["Gemma"].format(number) for number in range(COUNT)]
     reserved(RESERVED["Gemma"], extra_special_tokens=names).save_pretrained(tmp_path / "plain")
     assert "<unused29>" in (tmp_path / "plain" / "tokenizer_config.json").read_text()
@@ -212,7 +212,7 @@ def test_a_list_of_special_tokens_beside_the_vocabulary_does_not_bring_old_names
     assert knot_ids(again) == ids
 
 
-def test_what_an_older_transformers_saved_is_renamed_as_well(tmp_path):
+def test_entries_saved_by_an_older_transformers_are_also_renamed(tmp_path):
     """It repeats all special tokens in tokenizer_config.json."""
     reserved(RESERVED["Llama 3"]).save_pretrained(tmp_path)
     path = tmp_path / "tokenizer_config.json"

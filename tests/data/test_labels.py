@@ -11,7 +11,7 @@ def test_labels_are_shifted_and_stop_at_each_documents_end():
     assert made.dtype == np.int64
 
 
-def test_a_masked_token_is_not_asked_for():
+def test_a_masked_token_is_not_a_prediction_target():
     tokens = np.array([11, 12, 13, 14, 15], dtype=np.uint32)
     mask = np.array([0, 1, 0, 1, 1], dtype=bool)
     assert labels(tokens, np.array([5]), mask).tolist() == [12, IGNORE, 14, 15, IGNORE]

@@ -34,7 +34,7 @@ def test_every_document_is_in_rows_dropped_or_left_for_later_token_by_token(mode
 
 
 @given(lengths, st.integers(1, 25))
-def test_what_waits_for_more_documents_is_less_than_a_row(lens, row_len):
+def test_tokens_that_wait_for_more_documents_are_less_than_a_row(lens, row_len):
     for planner in PLANNERS.values():
         assert planner(lens, row_len, False).rest.lens.sum() < row_len + (planner is PLANNERS["best_fit"])
 

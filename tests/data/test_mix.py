@@ -96,7 +96,7 @@ def test_a_set_is_used_up_before_any_of_its_rows_returns_and_each_epoch_has_its_
         assert epochs[0] != epochs[1]
 
 
-def test_an_epoch_goes_on_where_the_pattern_begins_again():
+def test_an_epoch_continues_across_the_end_of_the_pattern():
     mix = build({"a": 0.7, "b": 0.3}, size=2 * PERIOD)
     rows = [mix.slot(index)[0] for index in range(2 * PERIOD)]
     assert len(set(rows)) == len(rows)
@@ -108,7 +108,7 @@ def slots(mix, indices):
 
 @settings(max_examples=10, deadline=None)
 @given(st.lists(st.integers(0, 10**12) | st.integers(0, 300), min_size=1, max_size=50), st.integers(0, 5))
-def test_a_slot_is_the_same_in_whatever_order_slots_are_asked_for(indices, seed):
+def test_a_slot_does_not_depend_on_the_order_of_requests(indices, seed):
     weights = {"a": 0.5, "b": 0.3, "c": 0.2}
     asked = slots(build(weights, seed=seed), indices)
     assert asked == slots(build(weights, seed=seed), reversed(indices))[::-1]
@@ -146,7 +146,7 @@ def test_repeated_rows_are_warned_of():
     epochs = build({"a": 0.9, "b": 0.1}, size=100).epochs(500)
     assert epochs == {"a": 4.5, "b": 0.5}
     (warning,) = epoch_warnings(epochs)
-    assert warning.startswith("rows a are repeated 4.5 times; beyond 4 times")
+    assert warning.startswith("rows a are repeated 4.5 times, and repetitions beyond 4 add little")
     assert epoch_warnings({"a": MOST_EPOCHS}) == []
     assert len(epoch_warnings(epochs, most=0.1)) == 2
 
@@ -168,7 +168,9 @@ def test_epochs_count_what_the_slots_use(num_slots):
 
 
 def test_rows_that_do_not_fill_a_context_are_refused():
-    with pytest.raises(ConfigError, match="rows a have 24 tokens, which does not divide the stage's context of 64"):
+    with pytest.raises(
+        ConfigError, match="rows a have 24 tokens, which does not divide the stage's context length of 64"
+    ):
         build({"a": 1.0}, row_len=24, context=64)
 
 

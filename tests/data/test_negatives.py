@@ -156,7 +156,7 @@ def test_a_text_that_two_other_documents_share_is_used_once(folder):
         assert len(set(texts)) == len(texts)
 
 
-def test_a_corpus_without_copies_has_none_left_out(folder):
+def test_a_corpus_without_copies_loses_no_chunk(folder):
     readers = {"a": corpus(folder, "no-copies", random_docs([400] * 12))}
     built = build(readers, 50)
     assert list(built.pack(numbered(readers), 1600, Tally())) and built.cost["copies_left_out"] == 0

@@ -44,7 +44,7 @@ def firsts(order: Order) -> list[int]:
 FIVE_TIMES = {"above": 100, "times": 5}
 
 
-def test_every_document_comes_once_in_an_order_of_the_seed(readers):
+def test_every_document_is_drawn_once_in_a_seeded_order(readers):
     drawn = firsts(order_of(readers))
     assert len(set(drawn)) == len(drawn) == 360
     assert drawn == firsts(order_of(readers))
@@ -52,7 +52,7 @@ def test_every_document_comes_once_in_an_order_of_the_seed(readers):
     assert drawn != sorted(drawn)
 
 
-def test_long_documents_come_as_often_as_asked(readers):
+def test_long_documents_repeat_as_often_as_configured(readers):
     order = order_of(readers, upsample=FIVE_TIMES)
     uses = Counter(firsts(order))
 
@@ -64,7 +64,7 @@ def test_long_documents_come_as_often_as_asked(readers):
     assert (drawn.again, drawn.long, drawn.dropped) == (4 * drawn.long_in, 5 * drawn.long_in, 0)
 
 
-def test_documents_that_are_not_kept_never_come_and_are_counted(readers):
+def test_dropped_documents_are_never_drawn_and_are_counted(readers):
     order = order_of(readers, upsample={"above": 100, "times": 1, "keep": 0.1})
     uses = Counter(firsts(order))
 
@@ -113,7 +113,7 @@ def test_stretches_are_the_same_documents_and_none_holds_one_twice(readers):
     assert 4 <= len(parts) <= 20
 
 
-def test_a_document_counts_only_when_it_is_asked_for(readers):
+def test_a_document_counts_only_when_it_is_drawn(readers):
     order = order_of(readers, upsample=FIVE_TIMES)
     part = next(order.stretches())
     for _ in range(3):

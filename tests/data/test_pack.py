@@ -166,7 +166,7 @@ def test_fit_cuts_only_documents_longer_than_a_row_and_places_their_rest():
     assert rows == [([0, 1, 2, 3], [4]), ([4, 5, 6, 7], [4]), ([8, 9, 10, 11], [1, 2, 1])]
 
 
-def test_what_fit_leaves_empty_is_a_document_at_the_rows_end_without_loss():
+def test_padding_of_best_fit_is_a_last_document_without_loss():
     tally = Tally()
     (row,) = PACKERS["best_fit"](documents([3, 2]), 8, tally, pad=PAD)
     assert row.tokens.tolist() == [0, 1, 2, 3, 4, PAD, PAD, PAD]

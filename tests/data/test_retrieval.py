@@ -47,7 +47,7 @@ def test_scores_are_those_of_bm25(chunks, query):
 
 
 def test_the_most_telling_words_are_looked_up():
-    # 1 is in every chunk, 2 in three, 3 in two, 4 in one; the query says 2 three times.
+    # 1 is in every chunk, 2 in three, 3 in two, 4 in one; the query has 2 three times.
     chunks = [array(1, 2, 3, 4), array(1, 2, 3), array(1, 2), array(1)]
     index = BM25(chunks, query_terms=2)
     assert index.terms(array(1, 2, 2, 2, 3, 4, 99)).tolist() == [2, 3]
@@ -86,7 +86,7 @@ def test_embeddings_find_the_nearest_by_cosine(monkeypatch, at_once):
     monkeypatch.setattr("unspool.data.strategies.retrieval._COMPARE_AT_ONCE", at_once)
     monkeypatch.setattr("unspool.data.strategies.retrieval._EMBED_AT_ONCE", at_once)
     vectors = np.random.default_rng(0).normal(size=(40, 5)).astype(np.float32)
-    vectors[17] = vectors[4] * 3  # the same direction
+    vectors[17] = vectors[4] * 2  # the same direction; a power of two rounds nothing
     index = Embeddings([array(n) for n in range(40)], lambda texts: vectors[[int(text[0]) for text in texts]])
     unit = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
     for query in range(40):

@@ -224,7 +224,7 @@ def test_the_same_seed_gives_the_same_files(corpora, tokenizer, tmp_path, config
 
 def test_a_corpus_of_which_too_little_is_kept_is_refused(corpora, tokenizer, tmp_path):
     upsample = {"above": "1K", "times": 1, "keep": 0.0}
-    with pytest.raises(DataError, match=r"those that upsample keeps do not fill one row of 32; .* below 1K"):
+    with pytest.raises(DataError, match=r"upsample keeps too few to fill one row of 32; .* below 1K"):
         build(corpora, tokenizer, tmp_path / "out", upsample=upsample)
 
 

@@ -33,7 +33,7 @@ def test_before_any_row_is_finished_the_draw_follows_the_shares_to_within_a_docu
     taken = np.zeros(len(lens))
     while (length := next(left[source := keeper.next_source() or 0], None)) is not None:
         taken[source] += keeper.take(source, length)
-        # The one furthest behind goes next, so nobody is ahead by more than its last document.
+        # The source furthest behind is next, so no source is ahead by more than its last document.
         assert (taken - goals * taken.sum() <= max(map(max, lens)) + 1e-6).all()
     assert any(next(each, None) is None for each in left)
 

@@ -1,4 +1,4 @@
-"""Shares of sources inside one dataset hold in tokens with a loss, whatever packing does to their documents."""
+"""Shares of sources within a dataset hold in trained tokens, for any packing."""
 
 import json
 import logging
@@ -34,7 +34,7 @@ def write_corpus(folder: Path, name: str, lens: list[int], *, trained: float | N
     with CorpusWriter(partial / "docs-00000.arrow", masked=trained is not None) as writer:
         for number, size in enumerate(lens):
             tokens = rng.integers(0, SPAN, size=size) + SPAN * (1 + "abc".index(name))
-            # The trained part comes last, as in conversations.
+            # The trained part is last, as in conversations.
             mask = None if trained is None else np.arange(size) >= size - trained * size
             writer.append(f"d:{number}", tokens.astype(np.uint32), mask)
     seal(partial, folder / name, kind="corpus", inputs={}, settings={}, counts={})
@@ -105,7 +105,7 @@ def test_shares_hold_in_trained_tokens(corpora, bpe, tmp_path, name, limit):
 
     wanted = config.get("from", SHARES)
     assert realized == pytest.approx(wanted, abs=0.01)
-    # What the manifest says is what the labels show.
+    # The manifest agrees with the labels.
     assert {name: entry["realized"] for name, entry in counts["shares"].items()} == pytest.approx(realized, abs=1e-9)
     assert {name: entry["requested"] for name, entry in counts["shares"].items()} == pytest.approx(wanted)
     if limit:
@@ -140,7 +140,7 @@ def test_long_documents_stay_whole_where_they_do_not_matter(corpora, bpe, tmp_pa
 # A source that runs out
 
 
-def test_a_source_that_runs_out_is_named_with_what_is_missing_and_the_options_work(corpora, bpe, tmp_path):
+def test_a_source_that_runs_out_is_named_with_its_missing_tokens_and_working_remedies(corpora, bpe, tmp_path):
     shares = {"a": 0.1, "b": 0.8, "c": 0.1}
     with pytest.raises(DataError, match=r"source b runs out: its share of 0\.8") as refused:
         build(corpora, bpe, tmp_path / "rows", **{"from": shares, "limit": LIMIT})
@@ -195,7 +195,7 @@ def test_repeated_sources_use_up_each_epoch_before_the_next(corpora, bpe, tmp_pa
 # Reports
 
 
-def test_the_realized_shares_are_logged_and_too_few_rows_are_said(corpora, bpe, tmp_path, caplog):
+def test_realized_shares_and_too_few_rows_are_logged(corpora, bpe, tmp_path, caplog):
     caplog.set_level(logging.INFO)
     build(corpora, bpe, tmp_path / "rows", limit=LIMIT)
     assert re.search(r"shares of trained tokens: a (49|50)\.\d\d% \(requested 50\.00%\), b ", caplog.text)

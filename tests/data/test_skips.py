@@ -33,7 +33,7 @@ def test_positions_begin_at_0_rise_and_stay_below_the_target(lens, chunks, more,
     assert again.tolist() == positions.tolist()
 
 
-def test_several_rows_at_once_give_what_they_give_one_by_one():
+def test_several_rows_at_once_give_the_same_as_one_row_at_a_time():
     config = PoSE(target=500, chunks=3)
     rows = [np.array([5, 20]), np.array([25]), np.array([1, 1, 23])]
     rng = np.random.default_rng(3)

@@ -39,7 +39,7 @@ def rows(count: int, *, masked: bool) -> list[Row]:
     return made
 
 
-def test_a_corpus_comes_back_as_written_by_index_and_in_order(tmp_path):
+def test_a_corpus_reads_as_written_by_index_and_in_order(tmp_path):
     docs = documents(50)
     write_corpus(tmp_path, docs)
 
@@ -82,7 +82,7 @@ def test_keep_first_shortens_and_never_lengthens(tmp_path):
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("count", [1, 2, 13])
-def test_rows_come_back_as_written_over_batches_and_files(tmp_path, masked, count):
+def test_rows_read_as_written_across_batches_and_files(tmp_path, masked, count):
     made = rows(count, masked=masked)
     with RowWriter(tmp_path, row_len=16, masked=masked) as writer:
         for row in made:

@@ -257,7 +257,7 @@ def test_rows_do_not_depend_on_how_many_documents_are_looked_at_together(keep_re
     assert rows(1) == rows(1000) == at_once
 
 
-def test_a_stream_that_is_closed_early_gave_the_first_rows_and_counts_what_it_drew_ahead():
+def test_an_early_closed_stream_yields_the_first_rows_and_counts_documents_drawn_ahead():
     lens = [90] * 50
     whole = tangled(lens, 256, seed=7)
     docs, tally, drawn = documents(lens), Tally(), 0
@@ -323,7 +323,7 @@ def test_labels_are_six_alphanumerics_and_follow_the_seed(tokenizer):
     assert texts != drawn(1)
 
 
-def test_labels_come_again_in_another_order_and_never_soon():
+def test_labels_repeat_in_another_order_and_never_soon():
     def pool() -> LabelPool:
         return LabelPool(fake_labels(), 1024, np.random.default_rng(0))
 
@@ -366,5 +366,5 @@ def test_tangling_whole_rows_is_refused():
 
 @pytest.mark.parametrize("hops", [{}, {1: 1.0}, {9: 1.0}, {2: -1.0}, {2: 0.0}])
 def test_hops_are_two_to_eight_pieces_with_shares(hops):
-    with pytest.raises(ValueError, match="hops needs counts of 2 to 8 with positive shares"):
+    with pytest.raises(ValueError, match="hops must map counts of 2 to 8 to positive shares"):
         UtK(hops=hops)

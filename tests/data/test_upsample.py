@@ -38,7 +38,7 @@ def test_every_use_is_in_the_order_once_and_the_seed_decides(uses, seed):
 
 
 def gaps(order: np.ndarray) -> np.ndarray:
-    """How far each copy stands behind the one before."""
+    """The distance of each copy from the previous one."""
     by_doc = np.argsort(order, kind="stable")
     same = np.diff(order[by_doc]) == 0
     return np.diff(by_doc)[same]

@@ -91,7 +91,7 @@ def test_damage_to_a_half_done_evaluation_is_noticed(name, kind, places, tokeniz
     assert sorted(path.name for path in (tmp_path / "base").iterdir()) == sorted([*FILES, "manifest.json"])
     said = capsys.readouterr().err
     if kind != "truncate" and (name, kind) not in [("samples.jsonl.sums", "edit"), ("prompts.jsonl.sums", "edit")]:
-        assert f"{name.removesuffix('.sums')}: " in said and "made again" in said
+        assert f"{name.removesuffix('.sums')}: " in said and "recomputing" in said
     if kind == "flip" and name == "samples.jsonl":
         scored = (killed / "base.work" / name).read_bytes().count(b"\n")
         assert scored > 32 and backend.asked <= 96 - scored + 16, "only what was damaged is asked again"
@@ -102,7 +102,7 @@ def test_scores_of_a_changed_suite_are_kept_aside(places, tokenizer, tmp_path, c
     shutil.copytree(killed / "base.work", tmp_path / "base.work")
     score(scoring_in(tmp_path, samples=2), Oracle(tokenizer))
     said = capsys.readouterr().err
-    assert "scores of base: discarding the unfinished work in base.work (" in said
+    assert "scores of base: setting aside the unfinished work in base.work (" in said
     assert (tmp_path / "base.work.previous" / "samples.jsonl").exists()
 
 

@@ -2,10 +2,9 @@ import json
 from pathlib import Path
 
 import pytest
-import typer
 from typer.testing import CliRunner
 
-from unspool.cli.judge import judge as judge_command
+from unspool.cli.main import build_app
 from unspool.core.artifacts import read_manifest
 from unspool.core.errors import ConfigError, DataError, UnspoolError
 from unspool.evals import suites
@@ -15,10 +14,10 @@ from unspool.evals.judge.run import (
     Judge,
     JudgeReplies,
     agreement,
-    check_judge,
     estimate,
     judge_folder,
     local_judge,
+    measure_agreement,
     read_samples,
     replies_for,
     scores_folders,
@@ -217,12 +216,12 @@ def test_a_judge_is_checked_against_labels(tmp_path):
     graded.write_text("".join(json.dumps(case) + "\n" for case in cases))
     judge = Judge(name="j", ask=lambda prompt: "no" if "o1" in prompt else reply(1, 3))
 
-    found = check_judge(graded, judge, JudgeReplies(tmp_path / "kept.jsonl", "j"))
+    found = measure_agreement(graded, judge, JudgeReplies(tmp_path / "kept.jsonl", "j"))
 
     assert (found.n, found.unparsable, found.agreement) == (3, 1, pytest.approx(1 / 3))
     graded.write_text('{"question": "q", "references": ["r"], "output": "o", "label": 7}\n')
     with pytest.raises(DataError, match=r"line 1 needs question, references \(a list\), output and label"):
-        check_judge(graded, judge, JudgeReplies(tmp_path / "kept.jsonl", "j"))
+        measure_agreement(graded, judge, JudgeReplies(tmp_path / "kept.jsonl", "j"))
 
 
 def test_a_model_of_this_process_can_judge(tokenizer):
@@ -232,9 +231,7 @@ def test_a_model_of_this_process_can_judge(tokenizer):
 
 @pytest.fixture
 def command():
-    app = typer.Typer()
-    app.command("judge")(judge_command)
-    return lambda *arguments: CliRunner().invoke(app, [*arguments], env={"COLUMNS": "120"})
+    return lambda *arguments: CliRunner().invoke(build_app(), ["judge", *arguments], env={"COLUMNS": "120"})
 
 
 def test_the_command_asks_a_server_and_shows_the_table(command, folder, url, talk: Talk):  # noqa: F811
@@ -255,9 +252,10 @@ def test_the_command_asks_a_server_and_shows_the_table(command, folder, url, tal
     ("arguments", "message"),
     [
         ((), "either a RUN or --check"),
-        (("x",), "either a server"),
-        (("x", "--again", "everything"), "unparsable"),
-        (("x", "--url", "http://y"), "needs --model-name"),
+        (("x",), "give a server (--url and --model-name) or a --model."),
+        (("x", "--url", "http://y", "--model", "z"), "--url and --model both give a judge"),
+        (("x", "--again", "everything"), "--again 'everything' is not known"),
+        (("x", "--url", "http://y"), "--url needs --model-name"),
         (("x", "--url", "http://y", "--model-name", "j"), "x: no scores found"),
         (("--check", "x.jsonl", "--url", "http://y", "--model-name", "j"), "file not found"),
     ],
@@ -265,7 +263,7 @@ def test_the_command_asks_a_server_and_shows_the_table(command, folder, url, tal
 def test_wrong_options_are_explained(command, arguments, message):
     shown = command(*arguments)
 
-    assert isinstance(shown.exception, ConfigError) and message in str(shown.exception)
+    assert shown.exit_code == 2 and message in shown.stderr
 
 
 def test_only_scores_are_judged(tmp_path, folder):

@@ -117,21 +117,21 @@ def test_the_best_endpoint_of_the_server_is_chosen_and_printed(styled, endpoint,
     assert (found.form.endpoint, found.logprobs, found.context) == (endpoint, logprobs, 4096)
     assert len(styled.bodies) == requests, "nothing is tried again that the server refuses"
     line = caplog.records[-1].getMessage()
-    assert f"Using --endpoint {endpoint}; pass --endpoint " in line and "context 4096 tokens" in line
+    assert f"Using `endpoint={endpoint!r}`; pass `endpoint` (" in line and "context 4096 tokens" in line
     assert ("not token ids (" in line) == (endpoint != "completions")
     assert ("with prompt log-prob" in line) == logprobs
 
 
 @pytest.mark.parametrize("styled", ["transformers serve"], indirect=True)
 def test_a_chosen_endpoint_that_the_server_lacks_is_refused(styled, tokenizer):
-    with pytest.raises(ConfigError, match=r"does not answer token ids .*HTTP 404: no ids.*Remove --endpoint"):
+    with pytest.raises(ConfigError, match=r"does not answer token ids .*HTTP 404: no ids.*Remove `endpoint`"):
         probe(served(styled), tokenizer, "completions")
     assert len(styled.bodies) == 1
 
 
 @pytest.mark.parametrize("styled", ["vllm"], indirect=True)
 def test_a_wrong_model_name_is_answered_with_the_names_that_there_are(styled, tokenizer):
-    with pytest.raises(ConfigError, match=r"'servd': token ids: HTTP 404: no such model; .* --model-name: served\."):
+    with pytest.raises(ConfigError, match=r"'servd': token ids: HTTP 404: no such model; .* `model_name`: served\."):
         probe(replace(served(styled), model="servd"), tokenizer, None)
 
 
@@ -145,7 +145,7 @@ def test_a_wrong_key_is_one_request(styled, tokenizer, monkeypatch):
 
 
 def test_a_dead_port_is_a_sentence(tokenizer):
-    with pytest.raises(UnspoolError, match=r"gave no answer in 3 attempts .*refused"):
+    with pytest.raises(UnspoolError, match=r"did not answer in 3 attempts .*refused"):
         probe(Server(url="http://127.0.0.1:9/v1", model="m", retry=QUICK), tokenizer, None)
 
 

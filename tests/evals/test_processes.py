@@ -54,7 +54,7 @@ def test_two_processes_give_the_bytes_of_one_and_go_on_after_one_of_them_has_die
         return answers(prompt)
 
     backend.answers = deadly
-    with pytest.raises(UnspoolError, match=r"one of 2 answering processes died.*fewer --processes"):
+    with pytest.raises(UnspoolError, match=r"one of 2 answering processes died.*fewer `processes`"):
         score(two, backend)
     assert not any(is_running(child.pid) for child in backend._children)
     score(two, ProcessesBackend(str(MODEL), **CPU, width=2))

@@ -124,7 +124,7 @@ def test_the_preset_utk_has_the_tasks_and_shots_of_table_3(caplog):
     printed = {"bbh_cot_fewshot": 3, "nq_open": 5, "triviaqa": 5, "humaneval": 0, "mbpp": 3, "gsm8k": 4}
     found = chosen_tasks([], "utk", sandboxed=True)
     assert {name: int(shots) for name, _, shots in (task.partition(":") for task in found)} == printed
-    with pytest.raises(ConfigError, match="--preset of short 'uk' is not known"):
+    with pytest.raises(ConfigError, match="`preset` of short 'uk' is not known"):
         chosen_tasks([], "uk", sandboxed=True)
 
 
@@ -143,7 +143,7 @@ def test_shots_are_set_for_each_task(lm_eval, model_dir, monkeypatch):  # noqa: 
     hellaswag, gsm8k, odd = lm_eval["tasks"]
     assert (hellaswag.config, gsm8k.config, odd) == ({"num_fewshot": 10}, {"num_fewshot": 4}, "odd")
     assert lm_eval["confirm_run_unsafe_code"] is True
-    with pytest.raises(ConfigError, match="--tasks gsm8k:x: write NAME or NAME:SHOTS"):
+    with pytest.raises(ConfigError, match="`tasks='gsm8k:x'`: write NAME or NAME:SHOTS"):
         run_short(on_cpu(model_dir), ["gsm8k:x"], samples=1, include=None)
 
 
@@ -156,7 +156,7 @@ def test_tasks_run_with_positions_that_are_tried_without_training(lm_eval, model
 
 
 def test_unknown_tasks_and_missing_data_are_explained(lm_eval, model_dir):  # noqa: F811
-    with pytest.raises(ConfigError, match="--tasks helaswag: lm-eval has no such task"):
+    with pytest.raises(ConfigError, match="`tasks='helaswag'`: lm-eval has no such task"):
         run_short(on_cpu(model_dir), ["helaswag"], samples=None, include=None)
     lm_eval["offline"] = True
     with pytest.raises(ConfigError, match=r"could not be read \(no route\)\. Without network"):
@@ -242,8 +242,8 @@ def test_a_recipe_scores_short_tasks_with_its_other_suites(lm_eval, model_dir, t
 @pytest.mark.parametrize(
     ("entry", "wanted"),
     [
-        ({"preset": "prolonk"}, "--preset of short 'prolonk'"),
-        ({"tasks": ["humaneval"]}, "pass --sandboxed"),
+        ({"preset": "prolonk"}, "`preset` of short 'prolonk'"),
+        ({"tasks": ["humaneval"]}, "pass `sandboxed`"),
         ({"paths": {"data": "x"}}, "tasks"),
     ],
 )

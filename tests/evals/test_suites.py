@@ -54,7 +54,7 @@ def test_a_backend_from_outside_is_built_by_name(tokenizer, monkeypatch):
     register_backend("mine", lambda options: Empty(tokenizer))
 
     assert isinstance(build_backend(BackendOptions(kind="mine", model="m", url="http://x")), Empty)
-    with pytest.raises(ConfigError, match=r"--backend 'mime' is not known\. Did you mean 'mine'"):
+    with pytest.raises(ConfigError, match=r"`backend` 'mime' is not known\. Did you mean 'mine'"):
         build_backend(BackendOptions(kind="mime", model="m"))
 
 

@@ -19,7 +19,7 @@ import zstandard
 from data.sources import mds_folders
 from data.sources.packing import special, tar_bytes, write_tar, write_zip
 
-# A limit of its own, so that what exceeds it is small enough for a test.
+# A lower limit, so that an input above it is small enough for a test.
 RECORD_BYTES = 4 << 20
 
 Write = Callable[[Path], Any]
@@ -122,7 +122,7 @@ def _zip_with_terminal_escapes_in_names(folder: Path) -> None:
     write_zip(folder / "names.zip", {"\x1b[2Jgone.py": b"x = 1\n", "line\nbreak.py": b"x = 1\n", "ok.py": b"y = 1\n"})
 
 
-@hostile("repos", r"lies\.zip.*lists 1 members where it should list 9")
+@hostile("repos", r"lies\.zip.*lists 1 members instead of 9")
 def _zip_with_a_wrong_count(folder: Path) -> None:
     path = write_zip(folder / "lies.zip", {"a.py": b"a = 1\n"})
     data = bytearray(path.read_bytes())
@@ -197,7 +197,7 @@ def _records_without_the_field(folder: Path) -> None:
     (folder / "a.jsonl").write_bytes(GOOD + lines({"txt": "three"}))
 
 
-@hostile("jsonl", r"a JSON object was expected, not list")
+@hostile("jsonl", r"expected a JSON object, not list")
 def _records_that_are_no_objects(folder: Path) -> None:
     (folder / "a.jsonl").write_bytes(GOOD + lines(["text"]))
 
@@ -212,7 +212,7 @@ def _the_same_records_and_ids_twice(folder: Path) -> None:
     (folder / "a.jsonl").write_bytes(GOOD + GOOD)
 
 
-@hostile("jsonl", r"half a surrogate pair at character 2")
+@hostile("jsonl", r"an unpaired surrogate at character 2")
 def _half_a_surrogate_pair(folder: Path) -> None:
     (folder / "a.jsonl").write_bytes(GOOD + b'{"text": "a \\ud83d b"}\n')
 
@@ -232,7 +232,7 @@ def _byte_order_mark_blank_lines_and_windows_line_ends(folder: Path) -> None:
     (folder / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + GOOD.replace(b"\n", b"\r\n\r\n"))
 
 
-@hostile("jsonl", r"no document holds any text")
+@hostile("jsonl", r"no document contains text")
 def _empty_file(folder: Path) -> None:
     (folder / "a.jsonl").write_bytes(b"")
 
@@ -287,7 +287,7 @@ def _parquet_cut_short(folder: Path) -> None:
     path.write_bytes(path.read_bytes()[:-20])
 
 
-@hostile("parquet", r"no document holds any text")
+@hostile("parquet", r"no document contains text")
 def _parquet_without_records(folder: Path) -> None:
     _save_parquet(folder, pa.array([], type=pa.string()))
 
@@ -352,7 +352,7 @@ def _mds_index_of_a_missing_shard(folder: Path) -> None:
     mds_folders.save_index(folder, [*shards, {**shards[0], "raw_data": {"basename": "shard.00009.mds", "bytes": 9}}])
 
 
-@hostile("mds", r"token 4294967295 is beyond the model's")
+@hostile("mds", r"token 4294967295 is outside the model's")
 def _mds_of_another_tokenizer(folder: Path) -> None:
     mds_folders.write(
         folder, {"input_ids": "ndarray:uint32"}, [{"input_ids": np.array([1, 2**32 - 1], dtype=np.uint32)}]

@@ -1,4 +1,4 @@
-"""What the tests of hostile models share: commands that read a model folder, and what they must answer."""
+"""Shared by the tests of hostile models: commands that read a model folder, and their expected messages."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -134,7 +134,7 @@ def repeat_tensor(folder: Path, files: dict[str, str]) -> None:
     save_file(second | {name: load_file(folder / SHARDS[0])[name]}, folder / SHARDS[1], {"format": "pt"})
 
 
-# By name: the damage, and what the sentence says. All of these are seen in headers and indexes alone.
+# By name: the damage, and the expected message. Headers and indexes reveal all of these.
 FILES: dict[str, tuple[Damage, str]] = {
     "cut short": (change_bytes(lambda content: content[: len(content) // 2]), f"{WEIGHTS} is damaged"),
     "longer": (change_bytes(lambda content: content + b"\0" * 8), f"{WEIGHTS} is damaged"),
@@ -344,7 +344,7 @@ def test_the_same_sentence_without_the_weights(name, folder):
 
 
 @pytest.mark.parametrize("content", [b"", b"GGUF", b"<html>503</html>" * 9], ids=["empty", "magic alone", "a page"])
-def test_a_file_that_is_no_gguf_is_refused(content, tmp_path):
+def test_a_file_that_is_not_gguf_is_refused(content, tmp_path):
     path = tmp_path / "model.gguf"
     path.write_bytes(content)
 

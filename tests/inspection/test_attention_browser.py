@@ -8,14 +8,15 @@ import numpy as np
 import pytest
 
 from unspool.inspection.attention.input_text import Text
-from unspool.inspection.attention.map_page import write_attention, write_figure
+from unspool.inspection.attention.map_page import render_attention
+from unspool.inspection.attention.maps import render_figure
 from unspool.inspection.attention.measure import Attention, AttentionSettings, HeadStats, ModelRef
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (pip install playwright)")
 
 CHROMIUM = Path("/usr/bin/chromium")
 FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
-MILLISECONDS = 300_000  # of each thing that is asked of it; a busy machine starts it slowly
+MILLISECONDS = 300_000  # per command; a busy machine starts the browser slowly
 pytestmark = pytest.mark.skipif(not CHROMIUM.exists(), reason=f"{CHROMIUM} is not installed (apt install chromium)")
 
 LENGTH, CELL = 2000, 16
@@ -70,7 +71,7 @@ def made_up(names: tuple[str, ...]) -> Attention:
 @pytest.mark.parametrize(("width", "scheme"), [(1200, "light"), (390, "dark")])
 def test_the_page_is_quiet_shows_its_maps_and_fits_its_window(browser, tmp_path, names, width, scheme):
     path = tmp_path / "maps.html"
-    write_attention(made_up(names), path)
+    path.write_text(render_attention(made_up(names)))
     page = browser.new_page()
     events: list[str] = []
     page.on("console", lambda message: events.append(message.text))
@@ -98,7 +99,7 @@ def test_the_page_is_quiet_shows_its_maps_and_fits_its_window(browser, tmp_path,
 
 
 def test_the_figure_opens_by_itself(browser, tmp_path):
-    write_figure(made_up(("base", "extended")), tmp_path / "maps.svg")
+    (tmp_path / "maps.svg").write_text(render_figure(made_up(("base", "extended"))))
     page = browser.new_page()
     page.goto((tmp_path / "maps.svg").as_uri())
     assert page.evaluate("document.documentElement.tagName") == "svg"

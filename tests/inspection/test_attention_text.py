@@ -21,7 +21,7 @@ def encoder():
 
 
 def documents(*lens: int) -> list[np.ndarray]:
-    """Every token is another one, so that pieces can be told apart."""
+    """All tokens differ, so that pieces can be distinguished."""
     ends = np.cumsum(lens)
     return [np.arange(end - size, end) for end, size in zip(ends, lens, strict=True)]
 
@@ -61,7 +61,7 @@ def test_pieces_hold_every_token_once_and_neighbors_are_joined():
         shuffle_pieces(documents(2), 3, 0)
 
 
-def test_documents_of_several_files_come_in_turn(encoder, tmp_path):
+def test_documents_alternate_between_files(encoder, tmp_path):
     for name in ("a", "b"):
         lines = [json.dumps({"text": f"{name} {number}"}) + "\n" for number in range(5)]
         (tmp_path / f"{name}.jsonl").write_text("".join(lines))

@@ -232,7 +232,7 @@ def test_scores_beyond_what_exp_can_hold_are_kept_right():
 
 
 def test_the_head_that_looks_far_is_found():
-    """Head 2 asks for what only the first quarter of the text has; the others ask for their neighbors."""
+    """Head 2 attends to keys in the first quarter of the text; the others attend to their neighbors."""
     length, far_head = 240, 2
     key = torch.zeros(1, length, 4)
     key[0, :60, 0] = 1

@@ -168,7 +168,7 @@ def test_the_heads_drawn_in_one_pass_are_those_that_rank_highest_in_the_end():
     assert all(np.array_equal(few.maps[head], everything.maps[head]) for head in few.maps)
 
 
-def test_heads_are_ranked_by_what_stays_in_their_document_where_asked():
+def test_heads_can_be_ranked_by_attention_within_their_document():
     text = text_of((50, 51, 50), docs=(0, 1, 0))
     seen = record_attention(build("Llama"), text, all_heads(count=2, by="same"))
     flat = {(layer, head): value for layer, row in enumerate(seen.same) for head, value in enumerate(row)}
@@ -186,7 +186,7 @@ def test_heads_are_ranked_by_the_share_of_their_document_but_for_those_that_hard
     order = sorted(flat, key=lambda head: -flat[head])
     assert list(seen.maps) == order[:2]
     layer, head = order[0]
-    # A hundredth of what it was: the share is as high as before, and says nothing now.
+    # A hundredth of the value: the share is as high as before, but meaningless now.
     seen.far[layer][head] /= 100 * seen.far[layer][head] / LEAST_FAR
     seen.same[layer][head] = flat[order[0]] * seen.far[layer][head]
     assert seen.ranked() == [*order[1:], order[0]]
@@ -213,7 +213,7 @@ def test_no_tensor_of_all_pairs_is_made(monkeypatch):
     assert theirs.elements >= pairs, "the probe does not see what it should"
 
 
-def test_points_are_whole_blocks_and_no_more_than_asked_for():
+def test_points_are_whole_blocks_within_the_limit():
     assert cell_of(8192, 16, 512) == 16
     assert cell_of(8193, 16, 512) == 32
     assert cell_of(1 << 17, 16, 512) == 256
@@ -248,7 +248,7 @@ def test_two_models_show_the_same_heads_and_what_the_second_has_more(tmp_path):
         ({}, {"heads": ((2, 0),)}, "has layers 0 to 1"),
         ({}, {"heads": ((0, 4),)}, "heads 0 to 3"),
         ({}, {"layers": (5,)}, "layer 5"),
-        ({}, {"beyond": 150}, "smaller --beyond"),
+        ({}, {"beyond": 150}, "smaller `beyond`"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_before_weights_are_read(changes, look, says):

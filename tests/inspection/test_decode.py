@@ -1,4 +1,4 @@
-"""Text comes back from tokens exactly, and what was cut shows as cut."""
+"""Tokens convert to text exactly, and split characters are marked."""
 
 import numpy as np
 import pytest

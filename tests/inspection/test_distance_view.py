@@ -1,4 +1,4 @@
-"""Distances of rows sets: what counts as text, what is said beside the numbers, and how they are drawn."""
+"""Distances of datasets: which tokens count as text, the notes, and the drawings."""
 
 import re
 from dataclasses import replace
@@ -71,13 +71,13 @@ def test_marks_are_no_text_and_pieces_of_a_document_are_one(tmp_path):
     assert "special tokens count as text" in unknown.text.notes[0]
 
 
-def test_padding_is_no_text(tmp_path):
+def test_padding_is_not_text(tmp_path):
     mask = np.array([1] * 6 + [0] * 2, dtype=np.bool_)
     row = Row(np.arange(8, dtype=np.uint32), np.array([6, 2], dtype=np.int32), mask, "books", "intra_document")
     assert counted(save_rows(tmp_path / "rows", [row], packing="best_fit")).total == 15
 
 
-def test_skipped_positions_are_distances_and_it_is_said(tmp_path):
+def test_skipped_positions_count_as_distances_with_a_note(tmp_path):
     row = pieced_row([4], [0], positions=np.array([0, 1, 100, 101], np.int32))
     each = counted(save_rows(tmp_path / "rows", [row], pose={"target": 128}), (64,))
     assert each.beyond[64] == 4
@@ -85,7 +85,7 @@ def test_skipped_positions_are_distances_and_it_is_said(tmp_path):
     assert "differences of position ids" in each.text.notes[0]
 
 
-def test_a_sample_of_rows_is_evenly_spaced_and_said(tmp_path):
+def test_a_sample_of_rows_is_evenly_spaced_and_noted(tmp_path):
     lens = [[8], [8], [8], [4, 4], [8]]
     rows = [Row(np.zeros(8, np.uint32), np.array(each, np.int32), None, "books", "intra_document") for each in lens]
     folder = save_rows(tmp_path / "rows", rows, packing="concat")
@@ -166,7 +166,7 @@ def test_a_curve_has_a_gap_where_no_pair_is_so_far_apart(tmp_path):
     assert draw_tails([replace(both[0], beyond=dict.fromkeys(both[0].beyond, 0))]) == ""
 
 
-def test_what_does_not_fit_beside_goes_below(tmp_path):
+def test_columns_that_do_not_fit_are_printed_below(tmp_path):
     names = [f"set-{number}" for number in range(6)]
     rows = [pieced_row([4, 4, 4, 4], [0, 1, 0, 1])]
     sets = [counted(save_rows(tmp_path / name, rows, **CIP)) for name in names]

@@ -10,7 +10,7 @@ import pytest
 from inspection_factory import pieced_row, save_rows, save_run
 from unspool.data.distances import doublings
 from unspool.inspection.detokenize import FoundTokenizer, find_tokenizer
-from unspool.inspection.distance_view import count_distances, read_text, write_distances
+from unspool.inspection.distance_view import count_distances, read_text, render_distances
 from unspool.inspection.items import Item, Part, Show, Span
 from unspool.inspection.packed_rows import Rows
 from unspool.inspection.run_paths import find_data
@@ -20,7 +20,7 @@ sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not 
 
 CHROMIUM = Path("/usr/bin/chromium")
 FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
-MILLISECONDS = 300_000  # of each thing that is asked of it; a busy machine starts it slowly
+MILLISECONDS = 300_000  # per command; a busy machine starts the browser slowly
 pytestmark = pytest.mark.skipif(not CHROMIUM.exists(), reason=f"{CHROMIUM} is not installed (apt install chromium)")
 
 UNBROKEN = "x" * 4000
@@ -169,7 +169,7 @@ def test_the_page_of_distances_shows_a_curve_for_each_set(browser, tmp_path):
         folder = save_rows(tmp_path / name, [pieced_row([40] * 4, docs)], cip={"pieces": 2})
         text = read_text(Rows(find_data(folder), FoundTokenizer()), name)
         sets.append(count_distances(text, doublings(text.reach), [64]))
-    write_distances(sets, [64], tmp_path / "distances.html")
+    (tmp_path / "distances.html").write_text(render_distances(sets, [64]))
     for width, scheme in ((1200, "light"), (390, "dark")):
         page = browser.new_page()
         page.emulate_media(color_scheme=scheme)

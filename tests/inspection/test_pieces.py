@@ -42,7 +42,7 @@ def test_parts_are_not_numbered_where_the_row_does_not_keep_their_order(settings
     assert item.parts[2].facts == ["document 1, 2 of 2 here"]
 
 
-def test_what_the_row_records_goes_before_what_solutions_say(tmp_path):
+def test_recorded_pieces_have_priority_over_solutions(tmp_path):
     """A document without a solution, as one that is cut, is known all the same; knots give its parts' numbers."""
     byte_tokenizer().save_pretrained(tmp_path / "tokenizer")
     row = tangled_row(byte_tokenizer())
@@ -61,7 +61,7 @@ def test_documents_are_numbered_as_they_appear():
     assert documents_of(np.array([8, 3, 8, 0])) == [0, 1, 0, 2]
 
 
-def test_skipped_positions_are_told_per_document(tmp_path):
+def test_skipped_positions_are_shown_per_document(tmp_path):
     positions = np.array([0, 1, 2, 90, 91, 0, 1, 40], dtype=np.int32)
     row = pieced_row([5, 3], [0, 1], positions=positions, attention="intra_document", chunk_ids=None)
     item = shown(save_rows(tmp_path / "rows", [row], pose={"target": 128}, packing="concat"))

@@ -53,7 +53,7 @@ def test_pieces_of_one_document_have_border_lines_of_one_color(monkeypatch):
     assert colors[0] == colors[2] == colors[3] != colors[1]
 
 
-def test_text_cannot_command_the_terminal_nor_be_taken_for_markup():
+def test_text_can_neither_control_the_terminal_nor_act_as_markup():
     shown = printed(item_of(part_of(Span("\x1b[2J[bold]x[/bold] :smile:\u202e", "text"))), colors=True)
     assert "␛[2J[bold]x[/bold] :smile:⟨U+202E⟩" in shown
 
@@ -70,7 +70,7 @@ def test_a_title_from_a_file_stays_on_one_line():
     assert "── a↵b␛.jsonl:1 · 3 tokens · x ──" in printed(item_of(part))
 
 
-def test_hidden_tokens_stand_on_a_line_of_their_own():
+def test_hidden_tokens_have_a_separate_line():
     spans = [Span("head", "text"), Span("1,234 tokens hidden", "hidden"), Span("tail", "text")]
     assert styled(spans).plain == "head\n… 1,234 tokens hidden …\ntail"
 
@@ -83,6 +83,6 @@ def test_tokens_are_shown_with_ids_and_borders():
 def test_of_many_documents_those_in_the_middle_are_counted_unless_all_are_wanted():
     parts = [part_of(Span("text", "text"), number=number, count=30) for number in range(1, 31)]
     shown = printed(item_of(*parts))
-    assert "── … 20 more, 16,240 tokens; --full shows them … ──" in shown
+    assert "── … 20 more, 16,240 tokens; show them with full … ──" in shown
     assert shown.count("document ") == 10
     assert printed(item_of(*parts), full=True).count("document ") == 30

@@ -1,4 +1,4 @@
-"""Where a mask leaves tokens out, every view says which are trained on, also without colors."""
+"""With a loss mask, every view marks the trained tokens, also without colors."""
 
 import io
 
@@ -37,14 +37,14 @@ def page(tmp_path, trained: int | None) -> str:
 def test_the_terminal_puts_brackets_around_what_is_trained_on():
     shown = printed(3)
     assert "⟦because<|end|>⟧" in shown and "⟦of it⟧" in shown
-    assert "⟦…⟧ has loss" in shown
+    assert "⟦…⟧ is trained on" in shown
     assert "⟦" not in printed(None)
 
 
 def test_the_page_marks_what_is_trained_on(tmp_path):
     shown = page(tmp_path, 3)
     assert '<mark class="trained">because<span class="control">&lt;|end|&gt;</span></mark>' in shown
-    assert '<mark class="trained">of it</mark>' in shown and "has loss</li>" in shown
+    assert '<mark class="trained">of it</mark>' in shown and "trained on</li>" in shown
     assert "<mark" not in page(tmp_path, None)
 
 

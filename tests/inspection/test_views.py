@@ -59,7 +59,7 @@ def test_rows_show_every_token_and_a_character_cut_by_a_row_as_replacements(run_
     assert "\ufffd" in whole, "no row ends within a character, so nothing was shown of it"
 
 
-def test_a_document_that_goes_on_in_the_next_row_is_called_cut_at_both_ends(run_dir):
+def test_a_document_that_continues_in_the_next_row_is_called_cut_at_both_ends(run_dir):
     rows = opened(run_dir / "datasets" / "short")
     items = [rows.item(index, ALL) for index in range(len(rows))]
     firsts = [item.parts[0].facts for item in items]
@@ -87,11 +87,11 @@ def test_with_bos_a_missing_beginning_is_a_cut_under_any_packing(tmp_path):
     assert facts == [["cut at the end"], ["cut at the start", "cut at the end"], ["cut at the start"]]
 
 
-def test_the_share_of_tokens_with_loss_counts_what_training_asks_for(tmp_path):
+def test_the_share_of_tokens_with_loss_counts_prediction_targets(tmp_path):
     mask = np.array([1, 0, 0, 1, 1, 1, 1, 1], dtype=np.bool_)
     row = Row(np.arange(8, dtype=np.uint32), np.array([5, 3], dtype=np.int32), mask, "books", "intra_document")
     item = opened(save_rows(tmp_path / "rows", [row])).item(0, ALL)
-    # Not asked for: the first of each document, and the two that are masked.
+    # Not targets: the first token of each document, and the two masked tokens.
     assert "loss on 50.0% of tokens" in item.facts
     assert [span.loss for part in item.parts for span in part.spans] == [False] * 3 + [True] * 2 + [False] + [True] * 2
 
@@ -138,7 +138,7 @@ def test_rows_are_chosen_by_source(tmp_path):
 @pytest.mark.parametrize("index", [-1, 3])
 def test_an_index_out_of_range_is_refused(index, run_dir):
     corpus = Corpus(find_data(run_dir / "corpus" / "books"), FoundTokenizer())
-    with pytest.raises(ConfigError, match=f"--index {index}: there are 3 documents, 0 to 2"):
+    with pytest.raises(ConfigError, match=f"`index={index}`: there are 3 documents, 0 to 2"):
         corpus.pick(indices=[index], count=1, seed=0, source=None)
 
 
@@ -162,7 +162,7 @@ def test_a_document_reads_as_its_text_and_its_end(run_dir):
         assert part.title == f"books.jsonl:{index + 1}"
 
 
-def test_the_middle_of_a_long_document_is_left_out_and_counted(run_dir):
+def test_the_middle_of_a_long_document_is_hidden_and_counted(run_dir):
     corpus = Corpus(find_data(run_dir / "corpus" / "books"), read_by(run_dir / "corpus" / "books"))
     (part,) = corpus.item(0, Show(head=3, tail=2)).parts
     (hidden,) = [span.text for span in part.spans if span.role == "hidden"]
@@ -185,21 +185,21 @@ def test_tokens_are_shown_one_by_one_with_their_ids(run_dir):
     assert part.spans[-1].text == "<|end|>"
 
 
-def test_without_a_tokenizer_ids_are_shown_and_the_way_out_is_said(run_dir):
+def test_without_a_tokenizer_ids_are_shown_with_a_remedy(run_dir):
     folder = run_dir / "corpus" / "books"
     place = find_data(folder)
     found_tokenizer = find_tokenizer(place, None, lambda name: str(folder / "nowhere"))
     assert found_tokenizer.decoder is None
-    assert "--tokenizer" in found_tokenizer.notes[0]
+    assert "give a tokenizer" in found_tokenizer.notes[0]
     (part,) = Corpus(place, found_tokenizer).item(0, ALL).parts
     assert [len(span.ids) for span in part.spans] == [1] * part.length
 
 
-def test_another_tokenizer_is_used_if_asked_for_but_not_in_silence(run_dir, tmp_path):
+def test_another_requested_tokenizer_is_used_with_a_note(run_dir, tmp_path):
     byte_tokenizer(bos=True).save_pretrained(tmp_path / "other")
     assert read_by(run_dir / "corpus" / "books").notes == []
     other = read_by(run_dir / "corpus" / "books", str(tmp_path / "other"))
-    assert "is not the one recorded in the manifest" in other.notes[0]
+    assert "differs from the one in the manifest" in other.notes[0]
 
 
 def test_of_several_tokenizers_the_recorded_one_is_taken(tmp_path):
@@ -218,7 +218,7 @@ def records_of(path: Path, found_tokenizer: FoundTokenizer | None = None, field:
     return Records(find_data(path), found_tokenizer or FoundTokenizer(), field=field, seed=0)
 
 
-def test_an_input_file_shows_what_a_source_would_take_and_set_aside(tmp_path):
+def test_an_input_file_shows_what_a_source_would_keep_and_quarantine(tmp_path):
     path = tmp_path / "books.jsonl"
     path.write_text(json.dumps({"text": "the mill"}) + "\n{broken\n" + json.dumps({"text": ""}) + "\n")
     records = records_of(path)
@@ -236,7 +236,7 @@ def test_only_as_many_records_are_read_as_are_shown(tmp_path):
     records = records_of(path, field="body")
     assert records.pick(indices=[], count=2, seed=0, source=None) == [0, 1]
     assert records.summary().headline == "the first 2 records"
-    with pytest.raises(ConfigError, match=r"--index 12: .* has only 9 records"):
+    with pytest.raises(ConfigError, match=r"`index=12`: .* has only 9 records"):
         records.pick(indices=[12], count=1, seed=0, source=None)
 
 
@@ -289,7 +289,7 @@ def test_arrow_files_of_others_are_a_data_error(run_dir, tmp_path):
         Corpus(find_data(tmp_path), FoundTokenizer())
 
 
-def test_files_cut_short_never_end_in_a_traceback(run_dir, tmp_path):
+def test_truncated_files_never_cause_a_traceback(run_dir, tmp_path):
     data = (run_dir / "datasets" / "short" / "rows-00000.arrow").read_bytes()
     path = tmp_path / "rows-00000.arrow"
     for size in range(0, len(data), 97):

@@ -68,7 +68,7 @@ def test_checkpoints_are_what_a_forward_pass_leaves(every):
     more = build(
         policy=MemoryPolicy(activation_checkpointing="full", layers_per_checkpoint=every), num_hidden_layers=2 * layers
     )
-    # The difference of two models: what does not grow with layers (embedding, last norm, positions) goes away.
+    # The difference of two models cancels everything that does not grow with layers (embedding, last norm, positions).
     found = kept_bytes(more, (ROW,)) - kept_bytes(model, (ROW,))
     settings = tables.Settings(offload=False, layers_per_checkpoint=every)
     wanted = [tables.memory(shape_of(one), ONE, ROW, settings).checkpoints * IN_FP32 for one in (more, model)]
@@ -81,7 +81,7 @@ def test_a_chunk_of_logits_is_that_of_the_loss():
 
 
 def _count(folder: Path, parallel: dict[str, int]) -> None:
-    """What this rank holds and sends in one step, by what it is."""
+    """The bytes that this rank holds and sends in one step, by component."""
     config = ParallelConfig(**parallel)
     mesh = build_mesh(config, dist.get_world_size(), "cpu")
     coords = rank_coords(mesh)
@@ -146,7 +146,7 @@ def test_what_two_ranks_pass_around_a_ring(counted):
     shape, layout = shape_of(build_model()), Layout(replicate=1, shard=1, ring=2, ulysses=1)
     found = counted(ring=2)
     keys = 2 * shape.num_kv_heads * shape.head_dim * ROW // 2 * shape.num_layers
-    # Forward and backward in what is computed in, and gradients in fp32; computing again would pass keys once more.
+    # Forward and backward in the computing dtype, gradients in fp32; recomputation would pass keys once more.
     assert found["keys"] == keys * (2 * 4 * 1 + 4 * 2)
     assert sent(shape, layout, ROW).keys == keys * (3 * 2 * 1 + 4 * 2)
 

@@ -1,4 +1,4 @@
-"""What is said to be held against what is: bytes that live while the trainer's own code runs, and what a GPU showed."""
+"""Predicted memory against measured memory: bytes alive in the trainer's own code, and a GPU's measurements."""
 
 from dataclasses import replace
 from typing import Any
@@ -83,7 +83,7 @@ def test_a_cpu_holds_what_is_alive_in_fp32(changes, rows, monkeypatch):
     assert wanted.device == pytest.approx(found, rel=0.03), wanted
 
 
-def test_a_forgotten_part_would_be_noticed(monkeypatch):
+def test_a_forgotten_part_would_be_detected(monkeypatch):
     monkeypatch.setattr(cost_memory, "WORKSPACE", 0)
     found, small = tracked_peak(BF16 | KEEP, tokens=512)
     wanted = footprint(small, held_of(KEEP, 512))

@@ -1,4 +1,4 @@
-"""What a plan says of data, settings and machines; and that what it names when it refuses is accepted."""
+"""A plan's data, settings and machines; the alternatives that it proposes are accepted."""
 
 import json
 from dataclasses import replace
@@ -58,7 +58,7 @@ def test_a_folder_counts_for_more_than_what_was_published(tmp_path):
 
 
 def test_a_model_that_is_nowhere_is_refused_with_what_to_give():
-    with pytest.raises(ConfigError, match="--model"):
+    with pytest.raises(ConfigError, match="give a folder or Hub id with its config as `model`"):
         planned_model(load_recipe("smollm2-32k", ["model=runs/nothing/stages/x/model"]))
 
 
@@ -97,7 +97,7 @@ def test_rows_that_are_built_are_counted_as_attention_sees_them(mini, tmp_path):
     assert not longer.lengths_are_counted("first"), "these rows are of another length than the recipe now wants"
 
 
-def test_what_is_not_built_is_estimated_and_said_to_be(mini, tmp_path):
+def test_unbuilt_data_are_estimated_and_marked_as_estimates(mini, tmp_path):
     found = plan_data(load_recipe(mini))
     (source,) = found.sources
     size = (tmp_path / "books.jsonl").stat().st_size

@@ -1,4 +1,4 @@
-"""What a training step of a small model really holds: bytes that are alive while the trainer's own code runs.
+"""Measure the bytes that are alive while the trainer's own code runs a step of a small model.
 
 On a CPU in bf16, so that sizes are those of a GPU. There is no compiler here, so fused kernels are stood in for by
 functions that do as they do: keep their inputs, give their results, and need no room for anything between.
@@ -160,7 +160,7 @@ def _stand_in(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Plain(torch.nn.Module):
-    """A norm as its class computes it, whatever its `forward` has become."""
+    """A norm as its class computes it, even if its `forward` is replaced."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A Hub on this machine with one user: what `huggingface_hub`'s own client asks to create and fill a repository."""
+"""A local Hub with one user: the requests of `huggingface_hub`'s client to create and fill a repository."""
 
 import base64
 import json

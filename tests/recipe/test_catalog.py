@@ -1,4 +1,4 @@
-"""The bundled recipes are complete, valid, and say what the papers say."""
+"""The bundled recipes are complete, valid, and agree with the papers."""
 
 import pytest
 
@@ -71,7 +71,7 @@ def test_prolong_follows_table_9():
     assert all(stage.attention == "intra_document" for stage in (first, second, sft))
     assert first.mix == {"repos-64k": 0.3, "books-64k": 0.3, "textbooks-64k": 0.03, "short": 0.37}
     assert (second.init, second.optimizer_state, second.warmup_ratio, second.lr) == ("previous", "keep", 0.1, 1e-5)
-    assert sft.optimizer_state == "reset", "the paper tunes the finished model"
+    assert sft.optimizer_state == "reset", "the paper fine-tunes the finished model"
     assert [round(100 * share) for share in shares_of("prolong").values()] == [27, 27, 11, 11, 8, 8, 8]
     repos, books = (second.mix[f"{name}-512k"] + second.mix[f"{name}-64k"] for name in ("repos", "books"))
     assert (repos, books) == (pytest.approx(0.3), pytest.approx(0.3))
@@ -86,7 +86,7 @@ def shares_of(name: str, *overrides: str) -> dict[str, float]:
 def test_prolong_is_scored_as_in_the_paper():
     recipe = load("prolong")
     short, marked, helmet, ruler = recipe.evals
-    assert (short.suite, short.after) == ("short", ["base", "512k", "sft"]), "before SFT and after it (Table 26)"
+    assert (short.suite, short.after) == ("short", ["base", "512k", "sft"]), "before and after SFT (Table 26)"
     assert short.chosen == ["hellaswag:10", "mmlu:5", "arc_challenge:25", "winogrande:5", "gsm8k:5"]
     assert helmet.lengths == [32 * K, 64 * K, 128 * K] and len(helmet.tasks) == 12
     assert marked.lengths == [512 * K] and set(marked.average_of) == set(helmet.tasks)
@@ -165,7 +165,7 @@ def test_shortmix_has_the_shares_of_the_paper_and_the_released_script_is_an_opti
 
 
 def test_an_unknown_mix_and_a_mix_without_its_sources_are_refused():
-    with pytest.raises(ConfigError, match="no mix is called 'shortmx'; did you mean 'shortmix'"):
+    with pytest.raises(ConfigError, match="mix 'shortmx' is not known; did you mean 'shortmix'"):
         load_recipe("prolong-64k", ["datasets.short.from=mix:shortmx"])
     with pytest.raises(ConfigError, match="source 'fineweb-edu' is not known"):
         load_recipe("tiny", ["datasets.short.from=mix:shortmix"])

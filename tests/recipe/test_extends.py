@@ -50,13 +50,13 @@ def test_a_recipe_may_extend_one_that_extends_another(valid):
 @pytest.mark.parametrize(
     ("text", "wanted"),
     [
-        ("extends: small.yaml\n", "own.yaml:1: extends: add `name`, since runs of two recipes cannot share a folder."),
-        ("extends: [small.yaml]\nname: own\n", "own.yaml:1: extends: name the recipe whose values this one changes"),
-        ("name: own\nset: {seed: 1}\n", "own.yaml:1: extends: name the recipe whose values this one changes"),
-        ("extends: small.yaml\nname: own\nset: [seed]\n", "own.yaml:3: set: must map paths to values"),
+        ("extends: small.yaml\n", "own.yaml:1: extends: add `name`, because two recipes cannot share a run folder."),
+        ("extends: [small.yaml]\nname: own\n", "own.yaml:1: extends: give the recipe to extend"),
+        ("name: own\nset: {seed: 1}\n", "own.yaml:1: extends: give the recipe to extend"),
+        ("extends: small.yaml\nname: own\nset: [seed]\n", "own.yaml:3: set: must be a mapping from paths to values"),
         ("extends: smal.yaml\nname: own\n", "recipe file smal.yaml does not exist"),
         ("extends: prolonk\nname: own\n", "'prolonk' is neither a file nor a bundled recipe; did you mean 'prolong'?"),
-        ("extends: own.yaml\nname: own\n", "own.yaml: the recipes extend each other; one of them must be complete."),
+        ("extends: own.yaml\nname: own\n", "own.yaml: the recipes extend each other in a circle"),
         (
             "extends: small.yaml\nname: own\nset:\n  seed: 1\n  stages.frist.lr: 1\n",
             "own.yaml:5: set: stages has no 'frist'; did you mean 'first'?",
@@ -75,13 +75,13 @@ def test_a_recipe_may_extend_one_that_extends_another(valid):
         ),
     ],
 )
-def test_mistakes_are_told_in_the_file_that_has_them(valid, text, wanted, monkeypatch):
+def test_mistakes_are_reported_in_the_file_that_has_them(valid, text, wanted, monkeypatch):
     monkeypatch.chdir(valid.parent)
     found = sentences(extending(valid, text))
     assert any(sentence.startswith(wanted) for sentence in found), found
 
 
-def test_a_mistake_in_the_other_recipe_is_told_with_its_line(valid):
+def test_a_mistake_in_the_other_recipe_is_reported_with_its_line(valid):
     valid.write_text(valid.read_text().replace("lr: 1e-5", "lr: fast"))
     (found,) = sentences(extending(valid, "extends: small.yaml\nname: own\nset: {seed: 1}\n"))
     assert found.startswith("small.yaml:18: stages.0.lr = fast")

@@ -45,13 +45,13 @@ def test_a_folder_becomes_a_repository_with_its_card_and_weights(hub, folder):
 
 @pytest.mark.parametrize("name", ["my-model", "me/my model", "../me", "me/my/model", ""])
 def test_a_wrong_name_is_refused_before_any_work(hub, name):
-    with pytest.raises(ConfigError, match="is no id of a Hub repository; write USER/NAME"):
+    with pytest.raises(ConfigError, match="is not a Hub repository id; write USER/NAME"):
         HubUpload(name)
 
 
 def test_a_wrong_login_is_refused_before_any_work(hub, monkeypatch, tmp_path):
     monkeypatch.setenv("HF_TOKEN", "hf_wrong")
-    with pytest.raises(ConfigError, match=r"the Hub does not know you .* log in with `hf auth login`"):
+    with pytest.raises(ConfigError, match=r"you are not logged in to the Hub .* run `hf auth login`"):
         unspool.export(ASSETS / "tiny-base", tmp_path / "out", push="me/my-model")
     assert not (tmp_path / "out").exists() and not hub.repos
 

@@ -1,4 +1,4 @@
-"""Whether a recipe's stages fit the ranks of a job, told before it is started."""
+"""A recipe's stages are checked against the ranks of a job before it starts."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ def check(recipe: Path, world_size: int, **changes: str) -> list[str]:
     return check_layouts(load_recipe(recipe, texts), world_size)
 
 
-def test_every_stage_is_told_as_it_will_be_spread(recipe):
+def test_the_layout_of_every_stage_is_described(recipe):
     assert check(recipe, 2) == [
         f"stage {name}: shard 2; 2 rows at a time, each on 1 rank" for name in ("first", "abf", "utk")
     ]
@@ -85,7 +85,7 @@ def test_8_bit_states_may_be_sharded(recipe):
     assert "shard 2" in check(recipe, 2, stages__0__optimizer__states="8bit")[0]
 
 
-def test_heads_come_from_a_folder_and_are_not_asked_of_the_hub(recipe, tmp_path, monkeypatch):
+def test_heads_are_read_from_a_folder_and_not_from_the_hub(recipe, tmp_path, monkeypatch):
     loaded = load_recipe(recipe, [f"model={save_folder(tmp_path / 'model')}"])
     assert model_values(loaded)["num_key_value_heads"] == 2
     monkeypatch.setattr("socket.socket.connect", lambda *_: pytest.fail("asked the network"))

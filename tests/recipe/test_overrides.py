@@ -1,4 +1,4 @@
-"""`--set` reaches whatever the schema knows, and names what it does not."""
+"""`--set` changes any key of the schema, and names unknown ones."""
 
 import pytest
 
@@ -52,7 +52,7 @@ def test_a_later_override_wins(valid):
         "evals.1.samples=3": "evals has entries 0 to 0",
         "sources.boks.path=x": "sources has no 'boks'; did you mean 'books'?",
         "name.x=1": "name is 'small', which has no keys",
-        "out.x=1": "out may only be text",
+        "out.x=1": "out must be text",
         "seed": "write a path and a value",
         "=3": "write a path and a value",
         "stages..lr=3": "write a path and a value",
@@ -62,21 +62,21 @@ def test_a_later_override_wins(valid):
         "stages.0.rope={method: abff}": "stages.0.rope.method = abff: not known; did you mean 'abf'?",
         "stages.1.rope.base=1e6": "stages.1.rope.method: missing",
         "stages.0.mix.shrt=1": "stages.0.mix.shrt: dataset 'shrt' is not known; did you mean 'short'?",
-        "stages.0.mix={long: 1, long: 2}": "stages.0.mix.long: this key is already given",
+        "stages.0.mix={long: 1, long: 2}": "stages.0.mix.long: duplicate key, first given",
     }.items(),
 )
-def test_a_wrong_override_is_told_with_its_own_text_instead_of_a_line(text, wanted, problems):
+def test_a_wrong_override_is_reported_with_its_own_text_instead_of_a_line(text, wanted, problems):
     (sentence,) = problems(sets=[text])
-    assert sentence.startswith(f"--set {text}: ")
+    assert sentence.startswith(f"`overrides={text!r}`: ")
     assert wanted in sentence
 
 
 def test_an_override_of_several_lines_is_quoted_on_one(problems):
     (sentence,) = problems(sets=["stages.0.mix=\n  lng: 1"])
-    assert sentence.startswith("--set stages.0.mix= lng: 1: stages.0.mix.lng")
+    assert sentence.startswith("`overrides='stages.0.mix= lng: 1'`: stages.0.mix.lng")
 
 
-def test_problems_of_the_file_keep_their_line_beside_those_of_overrides(problems):
+def test_problems_of_the_file_keep_their_line_next_to_those_of_overrides(problems):
     first, second = problems("lr: 1e-5", "lr: fast", sets=["stages.1.lr=slow"])
     assert first.startswith("small.yaml:18: stages.0.lr")
-    assert second.startswith("--set stages.1.lr=slow: stages.1.lr")
+    assert second.startswith("`overrides='stages.1.lr=slow'`: stages.1.lr")

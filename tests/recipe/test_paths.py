@@ -1,4 +1,4 @@
-"""Paths lead beside the recipe first, then to the current folder; `asset:` leads into the package."""
+"""Paths are relative to the recipe first, then to the current folder; `asset:` is in the package."""
 
 import pytest
 
@@ -17,7 +17,7 @@ def assets(tmp_path, monkeypatch):
     return folder
 
 
-def test_a_path_beside_the_recipe_wins_over_the_current_folder(tmp_path, monkeypatch):
+def test_a_path_next_to_the_recipe_has_priority_over_the_current_folder(tmp_path, monkeypatch):
     root, here = tmp_path / "root", tmp_path / "here"
     for folder in (root, here):
         folder.mkdir()

@@ -23,7 +23,7 @@ from unspool.training.stage import run_stage
 
 @pytest.fixture(scope="module")
 def out(tmp_path_factory) -> Path:
-    """The whole run; lm-eval, which is not needed to develop, is played where it is not installed."""
+    """The whole run, with a fake lm-eval if the real one is not installed."""
     folder = tmp_path_factory.mktemp("prolong") / "run"
     with pytest.MonkeyPatch.context() as patch:
         if find_spec("lm_eval") is None:
@@ -71,7 +71,7 @@ def test_the_first_update_at_512k_has_the_moments_of_64k(out, tmp_path):
 
     warm, cold = update("keep"), update("reset")
     name = "model.layers.1.mlp.down_proj.weight"
-    # A cold AdamW moves every weight by the learning rate, whatever its gradient; a warm one follows its momentum.
+    # AdamW without state moves every weight by the learning rate, for any gradient; with state it follows its momentum.
     assert cold[name].abs().quantile(0.1) > 0.9
     assert warm[name].abs().median() < 0.5
     direction = -moments[f"{name}/exp_avg"].flatten()

@@ -65,7 +65,7 @@ def read_summary(folder: Path) -> dict:
 
 
 def said(capsys) -> list[str]:
-    """Without how far a stage has come, how long it took, and how long it waited for a slow disk."""
+    """Without a stage's progress, its duration, and its wait for a slow disk."""
     passing = re.compile(r"stage \S+: (\d+/\d+  |step \d+ waited |finished in )")
     return [line for line in capsys.readouterr().err.splitlines() if not passing.match(line)]
 
@@ -194,7 +194,7 @@ def test_kills_at_three_random_moments_end_with_the_same_weights_and_scores(reci
     out = tmp_path / "out"
     rng = random.Random(0)
     for part in range(3):
-        # What earlier parts have made is passed over in a few events, so later kills come later in the run.
+        # Finished parts are skipped in a few events, so later kills hit later parts of the run.
         number = int((part + rng.random()) * events / 6) + 1
         assert in_child_dying_at_file_event(lambda: run(recipe, out), number) == -9, "nothing was killed"
 
@@ -207,7 +207,7 @@ def test_kills_at_three_random_moments_end_with_the_same_weights_and_scores(reci
 
 @pytest.mark.slow
 def test_kills_at_ten_random_times_end_with_the_same_weights_and_scores(tmp_path):
-    """The real command in a process of its own, stopped by the clock: also in the middle of a write."""
+    """The real command in a separate process, killed after a time, possibly in the middle of a write."""
     recipe = save_mini(tmp_path / "mini")
     command = [sys.executable, "-m", "unspool.cli.main", "run", str(recipe), "--set"]
     began = time.monotonic()
@@ -236,7 +236,7 @@ def test_kills_at_ten_random_times_end_with_the_same_weights_and_scores(tmp_path
 
 
 @pytest.mark.parametrize("place", [".", "..", "elsewhere"])
-def test_paths_are_found_beside_the_recipe_wherever_it_is_run_from(place, recipe, tmp_path, monkeypatch):
+def test_paths_are_found_next_to_the_recipe_from_any_folder(place, recipe, tmp_path, monkeypatch):
     (recipe.parent / "elsewhere").mkdir(exist_ok=True)
     monkeypatch.chdir(recipe.parent / place)
     given = Path(os.path.relpath(recipe))
@@ -284,7 +284,7 @@ def test_a_stage_alone_does_not_go_on_from_one_that_the_recipe_has_changed(recip
 
     assert str(error.value) == (
         "stage abf starts from stage first, which does not match the recipe (changed settings: stage); train it first "
-        "with --stage first, or omit --stage to train all stages in order."
+        "with `stage='first'`, or omit `stage` to train all stages in order."
     )
     assert results(finished) == before
 

@@ -37,12 +37,12 @@ def test_text_that_looks_like_a_number_survives_writing_and_reading(valid, tmp_p
     assert load_recipe(copy).recipe == recipe.recipe
 
 
-def test_tangled_rows_are_welcome_in_a_stage_with_document_attention(valid):
+def test_tangled_rows_are_accepted_in_a_stage_with_document_attention(valid):
     recipe = load_recipe(valid, ["datasets.short.utk={min_split: 256}"]).recipe
     assert recipe.stages[0].attention == "intra_document"
 
 
-def test_every_strategy_is_welcome_in_a_stage_with_document_attention(valid):
+def test_every_strategy_is_accepted_in_a_stage_with_document_attention(valid):
     for strategy in ("cip={}", "nextlong={chunk: 256}"):
         assert load_recipe(valid, [f"datasets.short.{strategy}"]).recipe.stages[0].attention == "intra_document"
 
@@ -51,7 +51,10 @@ def test_positions_beyond_the_context_of_a_stage_are_refused(valid, problems):
     assert load_recipe(valid, ["datasets.short.pose={target: 4K}"])
     (sentence,) = problems(sets=["datasets.short.pose={target: 8K}"])
     assert "stages.0.mix.short" in sentence
-    assert "positions up to 8K, beyond the stage's context of 4K; lower datasets.short.pose.target or raise" in sentence
+    assert (
+        "positions up to 8K, beyond the stage's context length of 4K; lower datasets.short.pose.target or raise"
+        in sentence
+    )
 
 
 def test_positions_of_documents_are_refused_where_the_row_is_one(valid, problems):
@@ -113,9 +116,10 @@ def test_what_is_registered_after_a_recipe_was_loaded_is_known_to_the_checker(va
         assert recipe.datasets["long"].reversed == Reversed(every=3)
         assert recipe.stages[0].rope == Squared(method="squared", power=3)
         assert problems(sets=["datasets.long.reversed={evry: 3}", "stages.0.rope={method: squared, power: 0}"]) == [
-            "--set datasets.long.reversed={evry: 3}: datasets.long.reversed.evry: unknown key; did you mean 'every'? "
-            "Allowed here: every.",
-            "--set stages.0.rope={method: squared, power: 0}: stages.0.rope.power = 0: must be a number above 0.",
+            "`overrides='datasets.long.reversed={evry: 3}'`: datasets.long.reversed.evry: unknown key; did you mean "
+            "'every'? Allowed here: every.",
+            "`overrides='stages.0.rope={method: squared, power: 0}'`: stages.0.rope.power = 0: must be a number "
+            "above 0.",
         ]
     finally:
         methods.ROPE_METHODS.pop("squared", None)

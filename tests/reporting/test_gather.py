@@ -128,7 +128,7 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path: Path, exists: bool):
     folder = tmp_path / "nothing"
     if exists:
         folder.mkdir()
-    with pytest.raises(ConfigError, match=r"nothing (is not a run|does not exist).*`out` in the recipe"):
+    with pytest.raises(ConfigError, match=r"nothing (is not a run|does not exist).*output folder of a recipe"):
         gather(folder)
 
 

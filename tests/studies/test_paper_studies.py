@@ -270,7 +270,7 @@ def test_two_arms_of_the_harpe_study_run_on_the_shipped_model(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_two_arms_of_a_prolong_study_run_on_the_shipped_model_beside_the_papers_numbers(tmp_path: Path):
+def test_two_arms_of_a_prolong_study_run_on_the_shipped_model_with_the_papers_numbers(tmp_path: Path):
     text = "{kind: jsonl, path: 'asset:demo/train.jsonl.zst', limit: 300K}"
     chat = "{kind: chat, path: 'asset:demo/chat.jsonl.zst', template: 'asset:demo/chat.jinja'}"
     folder = tmp_path / "study"

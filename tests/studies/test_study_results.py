@@ -1,4 +1,4 @@
-"""From samples to ranks and verdicts: which answers are paired, what is missing, and what is said of it."""
+"""From samples to ranks and verdicts: paired answers, missing answers, and the notes about them."""
 
 import json
 from pathlib import Path
@@ -136,7 +136,7 @@ def test_a_suite_with_categories_is_the_mean_of_its_categories():
     assert [measure.name for measure in find_measures("helmet/rag", list(found.values()))] == ["helmet/rag/32K"]
 
 
-def test_our_means_stand_beside_the_papers_numbers(tmp_path):
+def test_our_means_are_shown_next_to_the_papers_numbers(tmp_path):
     arms = Arms(["abf", "utk"])
     result = arms.compare({"abf": {0: answers(0, [1, 1], [1, 0])}, "utk": {0: answers(0, [1, 0], [1, 1])}})
     paper = Paper(
@@ -169,7 +169,7 @@ def test_our_means_stand_beside_the_papers_numbers(tmp_path):
     text = markdown({"name": "made-up", "runs": [], "paper": found, **result})
     assert "| utk | 100.0 (paper 75.0) | 75.0 (paper 80.0) | – (paper 12.5) | – | 37.5 (paper 60.0) |" in text
     assert "| abf | 50.0 | 75.0 | – | – | – |" in text and "| untouched | – (paper 10.0)" in text
-    assert "at its own scale (7B)" in text
+    assert "at its scale (7B)" in text
 
 
 # Pairing
@@ -192,7 +192,7 @@ def test_questions_of_one_context_count_as_one():
     assert over_prompts(found, bounded=True).p == pytest.approx(0.5)
 
 
-def test_a_mean_of_measures_weighs_them_equally_whatever_their_n():
+def test_a_mean_of_measures_weighs_them_equally_for_any_n():
     both = mean_of("score", MEASURES[:2])
     found = answers(0, [1] * 10, [0, 1])
     assert value_of(found, both) == pytest.approx(0.75)
@@ -203,7 +203,7 @@ def test_a_mean_of_measures_weighs_them_equally_whatever_their_n():
 # Ranks and verdicts
 
 
-def test_arms_are_ranked_by_long_scores_and_missing_ones_come_last():
+def test_arms_are_ranked_by_long_scores_with_missing_ones_last():
     arms = Arms(["a", "b", "c"])
     result = arms.compare(
         {
@@ -291,10 +291,10 @@ def test_three_seeds_that_agree_say_it_of_the_recipe_and_two_that_do_not_say_it_
     sure, mixed = (verdict(result, "perplexity/256-512", name) for name in ("sure", "mixed"))
     assert (sure["verdict"], sure["of"], sure["says"]) == ("better", "seeds", "better, over 3 seeds")
     assert (mixed["verdict"], mixed["of"]) == ("better", "models")
-    assert mixed["says"] == "better on these prompts; 2 seeds are too few to say so of the recipe"
+    assert mixed["says"] == "better on these prompts; 2 seeds are too few to conclude this for the recipe"
 
 
-def test_a_difference_that_is_sure_and_tiny_is_said_to_be_tiny():
+def test_a_significant_but_tiny_difference_is_called_tiny():
     def arm(*gains):
         return {
             seed: answers(seed, [], [1], [3.0 + 0.1 * w + gain for w in range(12)]) for seed, gain in enumerate(gains)
@@ -313,7 +313,7 @@ def test_arms_that_surely_differ_by_less_than_the_margin_are_equal():
     assert verdict(Arms(["a", "b"]).compare(found), "perplexity/256-512", "b")["says"] == "equal within 0.02 nats"
 
 
-def test_arms_are_compared_with_whom_the_study_says():
+def test_arms_are_compared_with_those_that_the_study_names():
     arms = Arms(["a", "b", "c"], against={"a": [], "b": ["a", "c"], "c": ["a"]})
     same = {0: answers(0, [], [1, 0], [3.0])}
     result = arms.compare({"a": same, "b": same, "c": same})

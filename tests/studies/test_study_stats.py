@@ -65,7 +65,7 @@ def test_many_differences_are_flipped_at_random_and_agree_with_all_flips(monkeyp
     assert flip_p(values) == flip_p(values), "the same numbers must give the same p-value"
 
 
-def test_nothing_that_differs_is_no_evidence():
+def test_no_difference_is_no_evidence():
     test = over_prompts(as_contributions([0] * 20), bounded=True)
     assert test.p == 1.0
     assert test.low < -0.05 < 0.05 < test.high, "20 equal answers do not prove equality"
@@ -153,7 +153,7 @@ def by_prompts(found):
 
 
 def as_if_independent(found):
-    """The mistake: every answer of every seed counts as a prompt of its own."""
+    """The mistake: every answer of every seed counts as a separate prompt."""
     return flip_p(np.array([value for prompts in found.values() for value in prompts.values()]))
 
 
@@ -162,13 +162,13 @@ def test_equal_models_differ_in_one_study_of_twenty():
     assert 0.03 <= rate(found, by_prompts) <= 0.07
 
 
-def test_equal_recipes_whose_seeds_differ_are_told_apart_no_more_often_and_counting_answers_would():
+def test_equal_recipes_with_differing_seeds_are_rarely_distinguished_but_counting_answers_would():
     found = list(simulated(400, seeds=3, prompts=4, seed_spread=1.0))
     assert rate(found, lambda one: over_seeds(one).p) <= 0.075
     assert rate(found, as_if_independent) > 0.2, "the broken variant must be caught by this"
 
 
-def test_prompts_asked_under_every_seed_do_not_count_twice():
+def test_prompts_of_every_seed_do_not_count_twice():
     found = list(simulated(300, seeds=2, prompts=7, seed_spread=0, shared=True))
     assert 0.02 <= rate(found, by_prompts) <= 0.08
     assert rate(found, as_if_independent) > 0.1, "the broken variant must be caught by this"

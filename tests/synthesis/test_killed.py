@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from unspool.recipe.load import load_recipe
-from unspool.recipe.synthesize import Synthesis
+from unspool.recipe.synthesis import Synthesis
 
 from .toy import MOCK, read_conversations, write_documents, write_recipe
 

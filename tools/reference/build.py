@@ -19,6 +19,7 @@ from reference.registry_pages import (
     strategies_page,
     suites_page,
 )
+from reference.study_page import study_page
 
 PAGES: dict[str, Callable[[], str]] = {
     "reference/recipe.md": recipe_page,
@@ -28,6 +29,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "reference/optimizers.md": optimizers_page,
     "reference/suites.md": suites_page,
     "reference/backends.md": backends_page,
+    "reference/study.md": study_page,
     "reference/commands.md": command_page,
     "reference/api.md": api_page,
     "reference/families.md": families_page,

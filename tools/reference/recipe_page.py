@@ -8,11 +8,12 @@ from typing import NamedTuple
 import yaml
 
 from reference.keys import keys_table, nested_classes
-from reference.markdown import fence, summary
+from reference.markdown import code, fence, summary, table
 from unspool.core.config import Config
 from unspool.data.sources.base import Source
 from unspool.data.strategies.base import StrategyConfig
 from unspool.evals.config import EvalConfig
+from unspool.recipe.paths import bundled_recipes
 from unspool.recipe.schema import Recipe
 from unspool.rope.tables import RopeMethod
 from unspool.training.optim.base import OptimizerConfig
@@ -45,6 +46,12 @@ def examples() -> dict[str, str]:
     return dict(yaml.safe_load((HERE / "examples.yaml").read_text(encoding="utf-8")))
 
 
+def example(name: str) -> str:
+    if name not in examples():
+        raise SystemExit(f"tools/reference/examples.yaml: add an example for {name!r}.")
+    return examples()[name]
+
+
 def sections() -> list[Section]:
     """The sections of the page, in the order of the recipe's keys."""
     return list(dict.fromkeys(_sections(Recipe, "", set())))
@@ -75,11 +82,13 @@ def link(cls: type[Config]) -> str | None:
 
 def recipe_page() -> str:
     parts = [(HERE / "recipe_intro.md").read_text(encoding="utf-8")]
+    listed = ((code(recipe.name), recipe.summary) for recipe in bundled_recipes().values())
+    parts.append("## Bundled recipes { #bundled }\n\n" + table(("name", "what it does"), listed))
     parts.append("## Top level { #top-level }\n\n" + keys_table(Recipe, "top-level", link))
     for section in sections():
         depth = "##" if "." not in section.path else "###"
         parts.append(f"{depth} {section.path} {{ #{section.anchor} }}\n\n{summary(section.cls)}\n")
-        parts.append(fence(examples()[section.path], "yaml"))
+        parts.append(fence(example(section.path), "yaml"))
         tag = "kind" if ": " in section.path else None
         parts.append(keys_table(section.cls, section.anchor, link, tag=tag))
     return "\n".join(parts)

@@ -5,7 +5,7 @@ from importlib import import_module
 
 from reference.keys import keys_table
 from reference.markdown import code, fence, page, summary, table
-from reference.recipe_page import examples, link
+from reference.recipe_page import example, link
 from unspool.core.config import Config
 from unspool.data.packing.config import STRATEGIES
 from unspool.data.sources.registry import SOURCES
@@ -30,7 +30,7 @@ def registry(classes: Mapping[str, type[Config]], tag: str | None) -> Iterable[s
 
 
 def section(name: str, title: str, text: str, cls: type[Config], tag: str | None) -> str:
-    parts = [f"## {title} {{ #{name} }}\n\n{text}\n", fence(examples()[f"{tag or 'dataset'}: {name}"], "yaml")]
+    parts = [f"## {title} {{ #{name} }}\n\n{text}\n", fence(example(f"{tag or 'dataset'}: {name}"), "yaml")]
     return "\n".join([*parts, keys_table(cls, name, link, tag=None if tag == "name" else tag)])
 
 

@@ -19,22 +19,22 @@ def eval_(
     suite: Annotated[
         str | None,
         typer.Option(
-            help=f"Suites to run, comma-separated: {', '.join(SUITES)} [default: find the effective "
-            "length; with --lengths niah, key_value and, where the backend computes losses, perplexity]."
+            help=f"Suites to run, comma-separated: {', '.join(SUITES)}. Default: find the effective length; with "
+            "--lengths, niah, key_value and, if the backend computes losses, perplexity."
         ),
     ] = None,
     lengths: Annotated[
         str | None,
         typer.Option(
-            help="Context lengths in tokens, comma-separated [default: doubled up to the claimed context; with --suite "
-            "the preset's, or 2K,8K]."
+            help="Context lengths in tokens, comma-separated. Default: doubled up to the claimed context; with "
+            "--suite, those of the preset, or 2K,8K."
         ),
     ] = None,
     budget: Annotated[
         str | None,
         typer.Option(
-            help=f"Time for finding the effective length, such as 90s, 10m or 2h [default: {BUDGET}]; a greater one "
-            "adds to earlier answers."
+            help=f"Time for finding the effective length, such as 90s or 2h. Default: {BUDGET}. A larger budget "
+            "adds to the earlier answers."
         ),
     ] = None,
     preset: Annotated[
@@ -47,26 +47,27 @@ def eval_(
         int | None,
         typer.Option(
             min=1,
-            help="Questions per suite (or task) and length, windows for perplexity [default: 20; short: all; without a "
-            "suite up to 40].",
+            metavar="N",
+            help="Questions per suite (or task) and length; windows for perplexity. Default: 20; short: all; without "
+            "a suite up to 40.",
         ),
     ] = None,
     tasks: Annotated[
         str | None,
-        typer.Option(help="Tasks of the suite, comma-separated [default: all]; of short also NAME:SHOTS."),
+        typer.Option(help="Tasks of the suite, comma-separated; for short also NAME:SHOTS. Default: all."),
     ] = None,
     mode: Annotated[
         str | None,
         typer.Option(
-            help="fixed, or reference: follow the suite's own code, defects included [default: fixed; with --reference "
-            "reference]."
+            help="fixed, or reference: follow the suite's own code, including its defects. Default: fixed; with "
+            "--reference, reference."
         ),
     ] = None,
     chat: Annotated[
-        str | None, typer.Option(help="Use the chat template: auto, on or off [default: the preset's, or auto].")
+        str | None, typer.Option(help="Use the chat template: auto, on or off. Default: that of the preset, or auto.")
     ] = None,
-    path: Annotated[
-        list[str] | None, typer.Option(help="NAME=PATH of data that a suite reads; repeat for several.")
+    paths: Annotated[
+        list[str] | None, typer.Option("--path", help="NAME=PATH of data that a suite reads. Repeatable.")
     ] = None,
     wording: Annotated[
         str | None, typer.Option(help="YAML or JSON file with other instructions for the suite's tasks.")
@@ -79,18 +80,19 @@ def eval_(
         ),
     ] = None,
     answer_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Tokens per answer, counted in the length [default: each task's own].")
+        int | None,
+        typer.Option(min=1, metavar="N", help="Tokens per answer, counted in the length. Default: each task's own."),
     ] = None,
     rate: Annotated[
         str | None,
         typer.Option(
-            help="Adaptation rate: TARGET/REFERENCE, of --lengths [default: 128K/32K if both are scored, else the "
-            "longest over the shortest]."
+            help="Adaptation rate: TARGET/REFERENCE, two of --lengths. Default: 128K/32K if both are scored, else the "
+            "longest over the shortest."
         ),
     ] = None,
     text: Annotated[
         str | None,
-        typer.Option(help="Held-out text: files or a pattern, JSONL or plain [default: a bundled book]."),
+        typer.Option(help="Held-out text: files or a pattern, JSONL or plain. Default: a bundled book."),
     ] = None,
     value: Annotated[
         str | None, typer.Option(help="Kind of value to recall: words, numbers (niah) or uuid (key_value).")
@@ -98,8 +100,8 @@ def eval_(
     out: Annotated[
         Path | None,
         typer.Option(
-            help="Folder for samples.jsonl and summary.json; a killed run resumes from it [default: none; without a "
-            "suite scores/MODEL]."
+            help="Folder for samples.jsonl and summary.json; a killed run resumes from it. Default: none; "
+            "without a suite, scores/MODEL."
         ),
     ] = None,
     rope: Annotated[
@@ -107,25 +109,25 @@ def eval_(
         typer.Option(help="Apply another RoPE method without training: yarn, ntk, …, or '{method: abf, base: 8e6}'."),
     ] = None,
     context: Annotated[
-        str | None, typer.Option(help="Context length for --rope [default: the longest of --lengths].")
+        str | None, typer.Option(help="Context length for --rope. Default: the longest of --lengths.")
     ] = None,
     beyond_context: Annotated[
         str | None,
         typer.Option(
-            help="Questions longer than the model's context: skip, truncate (cut the middle of the text) or ask "
-            "[default: ask; skip on a server]."
+            help="Questions longer than the model's context: skip, truncate (cut the middle of the text) or ask. "
+            "Default: ask; on a server, skip."
         ),
     ] = None,
     seed: Annotated[int, typer.Option(help="Random seed of the prompts.")] = 0,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     processes: Annotated[
-        int, typer.Option(min=1, help="Number of processes that answer, one GPU each if there are enough.")
+        int, typer.Option(min=1, metavar="N", help="Number of processes, one GPU each if there are enough.")
     ] = 1,
     backend: Annotated[
-        str, typer.Option(help=f"What answers: {', '.join(BACKENDS)}; openai is any server, the last three are mocks.")
+        str, typer.Option(help=f"One of {', '.join(BACKENDS)}. openai is any server; the last three are mocks.")
     ] = "transformers",
     url: Annotated[str | None, typer.Option(help="Address of the server, such as http://localhost:8000/v1.")] = None,
-    model_name: Annotated[str | None, typer.Option(help="Name of the model on the server [default: MODEL].")] = None,
+    model_name: Annotated[str | None, typer.Option(help="Name of the model on the server. Default: MODEL.")] = None,
     endpoint: Annotated[
         str,
         typer.Option(
@@ -133,8 +135,10 @@ def eval_(
             "that the server answers."
         ),
     ] = "auto",
-    requests: Annotated[int, typer.Option(min=1, help="Concurrent requests to the server.")] = 8,
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds to wait for an answer of the server.")] = 600,
+    requests: Annotated[int, typer.Option(min=1, metavar="N", help="Concurrent requests to the server.")] = 8,
+    timeout: Annotated[
+        float, typer.Option(min=1, metavar="SECONDS", help="Seconds to wait for an answer of the server.")
+    ] = 600,
     sandboxed: Annotated[
         bool,
         typer.Option(
@@ -155,10 +159,10 @@ def eval_(
 ) -> None:
     """Find out how long a model's context really is, or score it by suite and length.
 
-    Without --suite and --lengths, a few questions of three kinds are asked
-    at doubling lengths up to the claimed context, within --budget. The
-    result is a table, a page with a chart, and the effective length: the
-    longest length at which 85% of the score at short length is kept.
+    Without --suite and --lengths, the model is tested with a few questions
+    of three kinds at doubling lengths up to its claimed context, within
+    --budget. The result is a table, a page with a chart, and the effective
+    length: the longest length that keeps 85% of the score at short length.
 
         unspool eval MODEL
 
@@ -166,12 +170,13 @@ def eval_(
 
         unspool eval TOKENIZER --backend openai --url http://localhost:8000/v1 --model-name NAME
 
-    With them, suites are scored. niah hides a fact in a book and asks for
-    it. key_value asks for values of a long JSON object. perplexity measures the loss by position on
-    held-out text. ruler, helmet, lveval, infbench and nocha are published
-    suites and report the effective length. short runs lm-eval's tasks.
-    Scores have n and a 95% interval. With 20 questions you can tell 50%
-    from 90%, but not 50% from 60%.
+    With --suite or --lengths, the command scores suites. niah hides a fact
+    in a book and asks for it. key_value asks for values of a long JSON
+    object. perplexity measures the loss by position on held-out text. ruler,
+    helmet, lveval, infbench and nocha are published suites and report the
+    effective length. short runs lm-eval's tasks. Scores have n and a 95%
+    interval. With 20 questions you can tell 50% from 90%, but not 50% from
+    60%.
 
         unspool eval MODEL --suite niah --lengths 256,1K,2K --value words
 
@@ -179,7 +184,7 @@ def eval_(
 
         unspool eval MODEL --suite ruler --lengths 4K,32K --samples 100 --out scores/mine
 
-        unspool eval MODEL --suite ruler --lengths 128K --processes 8   # eight GPUs
+        unspool eval MODEL --suite ruler --lengths 128K --processes 8
 
         unspool eval MODEL --suite niah --lengths 8K,32K --rope yarn
 
@@ -191,7 +196,7 @@ def eval_(
         "preset": preset,
         "mode": mode,
         "chat": chat,
-        "paths": _paths(path or []),
+        "paths": _paths(paths or []),
         "wording": wording,
         "reference": reference,
         "answer_tokens": answer_tokens,

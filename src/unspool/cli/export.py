@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 def export(
     checkpoint: Annotated[Path, typer.Argument(metavar="CKPT", help="A run, one of its stages/, or a model folder.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write.")],
-    stage: Annotated[str | None, typer.Option(help="Stage of the run [default: the one it ends in].")] = None,
-    dtype: Annotated[str | None, typer.Option(help="bf16, fp32 or fp16; default: that of the checkpoint.")] = None,
+    stage: Annotated[str | None, typer.Option(help="Stage of the run. Default: its final stage.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="bf16, fp32 or fp16. Default: that of the checkpoint.")] = None,
     run: Annotated[
         Path | None, typer.Option(metavar="RUN", help="Run whose recipe and scores the model card shows.")
     ] = None,
@@ -77,7 +77,7 @@ def _print(exported: "Exported") -> None:
     PlainConsole(highlight=True).print(table)
     typer.echo("Plain transformers computes the same logits (error: share of the largest logit).")
     if exported.own_code:
-        typer.echo("HARPE needs the code beside the weights: load the model with trust_remote_code=True.")
+        typer.echo("HARPE needs the code in this folder: load the model with trust_remote_code=True.")
     typer.echo(f"Exported: {exported.folder} ({exported.dtype}, {format_bytes(exported.num_bytes)})")
     if exported.url is not None:
         typer.echo(f"Uploaded: {exported.url}")

@@ -4,88 +4,80 @@ import logging
 import select
 import sys
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from unspool.cli.eval_options import read_rope
-from unspool.core.config import lookup
 from unspool.core.console import print_json
 from unspool.core.errors import ConfigError, DataError
-from unspool.evals.backends.base import BackendOptions
-from unspool.evals.eval_request import ENDPOINTS, rope_override
-from unspool.models.location import expand_home, model_path
+from unspool.models.location import expand_home
 
 if TYPE_CHECKING:
     from unspool.evals.text_generator import TextAnswer, TextGenerator
 
 logger = logging.getLogger(__name__)
 
-BACKENDS = ("transformers", "openai")
-CHAT = ("auto", "on", "off")
-BEYOND_CONTEXT = ("refuse", "truncate", "ask")
 STDIN = "-"
 
 
 def generate(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Model folder, .gguf file, Hub id or asset:NAME.")],
     prompt_file: Annotated[
-        str | None, typer.Option(help="Text that the model reads first, UTF-8; - or none: standard input, if piped.")
+        str | None,
+        typer.Option(help="UTF-8 text that the model reads first. Default: standard input if piped; - also reads it."),
     ] = None,
     question: Annotated[
-        list[str] | None, typer.Option(help="Question after the text; repeat for several, each asked on its own.")
+        list[str] | None, typer.Option(help="Question about the text. Repeatable; questions are independent.")
     ] = None,
     max_new_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Most tokens of an answer [default: 512, or what the context leaves].")
+        int | None,
+        typer.Option(min=1, metavar="N", help="Maximum tokens per answer. Default: 512, or fewer if the context ends."),
     ] = None,
-    temperature: Annotated[float, typer.Option(help="0: greedy; above: sample.")] = 0.0,
+    temperature: Annotated[float, typer.Option(help="0 is greedy; above 0, sample.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Sample from the most likely tokens of this total probability.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="Random seed of sampling, used anew for every question.")] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed of sampling, the same for every question.")] = 0,
     chat: Annotated[str, typer.Option(help="Use the chat template: auto, on or off.")] = "auto",
     beyond_context: Annotated[
-        str, typer.Option(help="A prompt beyond the context: refuse, truncate (drop its middle) or ask anyway.")
+        str, typer.Option(help="A prompt longer than the context: refuse, truncate (drop its middle) or ask anyway.")
     ] = "refuse",
     stream: Annotated[bool, typer.Option(help="Print the answer while it is generated.")] = True,
     rope: Annotated[
         str | None,
         typer.Option(help="Apply another RoPE method without training: yarn, ntk, …, or '{method: abf, base: 8e6}'."),
     ] = None,
-    context: Annotated[str | None, typer.Option(help="Context length that --rope shall reach.")] = None,
+    context: Annotated[str | None, typer.Option(help="Context length for --rope.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    backend: Annotated[str, typer.Option(help="What answers: transformers, or openai for any server.")] = BACKENDS[0],
+    backend: Annotated[
+        str, typer.Option(help="transformers (in this process), or openai for any server.")
+    ] = "transformers",
     url: Annotated[str | None, typer.Option(help="Address of the server, such as http://localhost:8000/v1.")] = None,
-    model_name: Annotated[str | None, typer.Option(help="Name of the model on the server [default: MODEL].")] = None,
+    model_name: Annotated[str | None, typer.Option(help="Name of the model on the server. Default: MODEL.")] = None,
     endpoint: Annotated[
         str | None,
         typer.Option(
-            help="auto, completions (sends token ids), text or chat [default: chat with a chat template, else text]."
+            help="auto, completions (sends token ids), text or chat. Default: chat with a chat template, else text."
         ),
     ] = None,
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds to wait for one answer of the server.")] = 600,
+    timeout: Annotated[
+        float, typer.Option(min=1, metavar="SECONDS", help="Seconds to wait for an answer of the server.")
+    ] = 600,
     as_json: Annotated[bool, typer.Option("--json", help="Print answers, token counts and times as JSON.")] = False,
 ) -> None:
     """Ask a model about a long text, or let it continue one.
 
     The model reads the text once: later questions reuse the prompt cache.
-    Without --question the model continues the text, or, in a terminal,
-    reads one question per line.
+    Without --question, the model continues the text; in a terminal, the
+    command reads one question per line.
 
         unspool generate MODEL --prompt-file book.txt --question "Who is Ishmael?"
 
-        unspool generate MODEL --prompt-file book.txt     # asks for questions
+        unspool generate MODEL --prompt-file book.txt
 
         cat book.txt | unspool generate MODEL --question "Who?" --question "Where?" --json
 
         unspool generate MODEL --backend openai --url http://localhost:8000/v1 --question "Who are you?"
     """
-    for option, value, allowed in (
-        ("--chat", chat, CHAT),
-        ("--beyond-context", beyond_context, BEYOND_CONTEXT),
-        ("--backend", backend, BACKENDS),
-        ("--endpoint", endpoint or ENDPOINTS[0], ENDPOINTS),
-    ):
-        lookup({name: name for name in allowed}, value, kind=option)
     questions = question or []
     if any(not each.strip() for each in questions):
         raise ConfigError("--question is empty; write a question, or leave the option out to continue the text.")
@@ -93,34 +85,24 @@ def generate(
     is_conversation = not questions and not as_json and sys.stdin is not None and sys.stdin.isatty()
     if not text and not questions and not is_conversation:
         raise ConfigError("the prompt is empty; give --prompt-file, --question or text on standard input.")
-    if rope is not None and context is None:
-        raise ConfigError("--rope needs the context length that it shall reach, such as --context 32K.")
-    override = rope_override(None if rope is None else read_rope(rope), context, None)
+    from unspool.evals.generate import load_generator
 
-    from unspool.evals.text_generator import GenerationOptions, TextGenerator
-    from unspool.models.extend import pick_device, pick_dtype  # import late: it loads torch
-    from unspool.models.generation.cached import Sampling
-
-    target = pick_device(device)
-    dtype = pick_dtype(None, target)
-    generator = TextGenerator(
-        BackendOptions(
-            kind=backend,
-            model=model_path(model, Path()),
-            url=url,
-            model_name=model_name,
-            endpoint=None if endpoint == "auto" else endpoint,
-            timeout=timeout,
-            rope=override,
-            device=target,
-            dtype=dtype,
-        ),
-        GenerationOptions(
-            max_new_tokens=max_new_tokens,
-            chat=chat,  # type: ignore[arg-type]
-            beyond_context=beyond_context,  # type: ignore[arg-type]
-            sampling=Sampling(temperature=temperature, top_p=top_p, seed=seed),
-        ),
+    generator = load_generator(
+        model,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        seed=seed,
+        chat=chat,
+        beyond_context=beyond_context,
+        rope=None if rope is None else read_rope(rope),
+        context=context,
+        device=device,
+        backend=backend,
+        url=url,
+        model_name=model_name,
+        endpoint=endpoint,
+        timeout=timeout,
     )
     if is_conversation:
         generator.check(text)

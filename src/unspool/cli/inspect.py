@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from unspool.cli.default_command import DEFAULT, DefaultGroup
-from unspool.cli.inspect_views import Name, Paths, Tokenizer, attention, check_page, distances
+from unspool.cli.inspect_views import Name, Paths, Tokenizer, check_page, inspect_attention, inspect_distances
 from unspool.core.console import PlainConsole, print_json
 
 if TYPE_CHECKING:
@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 Index = Annotated[list[int] | None, typer.Option(help="Index of a row or document to show, from 0. Repeatable.")]
 Count = Annotated[
-    int | None, typer.Option(min=1, help="Number to show: the first and random others. Default: 3, or 12 on a page.")
+    int | None,
+    typer.Option(min=1, metavar="N", help="Number to show: the first and random others. Default: 3, or 12 on a page."),
 ]
 Seed = Annotated[int, typer.Option(help="Random seed for choosing which rows to show.")]
 Source = Annotated[str | None, typer.Option(help="Show only rows that contain this source.")]
@@ -29,8 +30,8 @@ def build_group() -> typer.Typer:
     group.callback()(inspect)
     group.command(DEFAULT, hidden=True)(inspect_path)
     group.command("rows")(inspect_rows)
-    group.command("distances")(distances)
-    group.command("attention")(attention)
+    group.command("distances")(inspect_distances)
+    group.command("attention")(inspect_attention)
     return group
 
 
@@ -56,8 +57,8 @@ def inspect_path(
 ) -> None:
     """Inspect documents and packed rows.
 
-    Shows where documents begin, end and are cut, which tokens have no
-    loss (dimmed), and the special tokens of UTK. For a run's folder,
+    Shows where documents begin, end and are cut, which tokens have no loss
+    (dimmed), and the special tokens of UTK. For a run's folder, the command
     lists its corpora and datasets.
 
         unspool inspect runs/tiny
@@ -74,7 +75,7 @@ def inspect_path(
 
         unspool inspect attention my-model --text book.txt --html maps.html
 
-    Write ./rows for a folder that has the name of a command.
+    Write ./rows for a folder with the name of a command.
     """
     check_page(html)
     from unspool.inspection.inspect_data import ON_PAGE
@@ -109,9 +110,9 @@ def inspect_rows(
 ) -> None:
     """Show packed rows with pieces colored by document.
 
-    For each piece: its part and document, its label and solution (UTK),
-    its position ids if rows skip some (PoSE), and (dimmed) the tokens
-    without loss. Shows all datasets of a run, or those named by --name.
+    Each piece is shown with its part and document, its label and solution
+    (UTK), and its position ids if rows skip some (PoSE). Tokens without
+    loss are dimmed. All datasets of a run are shown, or those of --name.
 
         unspool inspect rows runs/tiny
 
@@ -123,7 +124,7 @@ def inspect_rows(
     from unspool.inspection import inspect_data
 
     found = inspect_data.inspect_rows(
-        paths or [Path()],
+        paths or ".",
         name or (),
         index=index or (),
         count=count,
@@ -139,11 +140,11 @@ def inspect_rows(
 
 def _show(found: "Inspection", html: Path | None, *, as_json: bool, only_one: bool = False) -> None:
     if html is not None:
-        found.save(html)
+        found.save(html, "html")
         if not as_json:
             typer.echo(f"page: {html.absolute()}")
     if as_json:
-        values = found.values()
+        values = found.to_dict()
         print_json(values[0] if only_one and found.path is None else values)
     elif html is None:
         found.print(PlainConsole())

@@ -33,6 +33,7 @@ from unspool.cli import (
     synth,
     verify,
 )
+from unspool.cli.option_names import option_names, with_options
 from unspool.core.console import escaped_streams
 from unspool.core.errors import explain
 from unspool.core.formatting import format_bytes, printable
@@ -70,9 +71,15 @@ class Commands(TyperGroup):
             if message is None:
                 raise
             logger.debug("where it was raised:", exc_info=error)
-            for line in message.split("\n"):
+            for line in with_options(message, _options(ctx)).split("\n"):
                 print(f"error: {line}", file=sys.stderr)
             raise typer.Exit(USER_ERROR) from None
+
+
+def _options(ctx: Any) -> dict[str, str]:
+    """Options of the command that runs, by the name of their parameter."""
+    command = ctx.command.commands.get(ctx.invoked_subcommand)
+    return {} if command is None else option_names(command)
 
 
 @contextmanager
@@ -98,6 +105,7 @@ def _print_version(wanted: bool) -> None:
 
 
 def unspool(
+    ctx: typer.Context,
     version: Annotated[
         bool,
         typer.Option(
@@ -108,7 +116,9 @@ def unspool(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print warnings and errors only.")] = False,
 ) -> None:
     """Extend the context window of open language models: one recipe from raw text to a longer, scored checkpoint."""
-    set_up_logging(logging.WARNING if quiet else logging.DEBUG if verbose else logging.INFO)
+    options = _options(ctx)
+    level = logging.WARNING if quiet else logging.DEBUG if verbose else logging.INFO
+    set_up_logging(level, lambda text: with_options(text, options))
 
 
 def build_app() -> typer.Typer:

@@ -16,25 +16,27 @@ def plan(
     gpu: Annotated[
         str | None,
         typer.Option(
-            help=f"Device to plan for: {', '.join(GPUS)}; this (machine's GPU, else its CPU) or cpu (this machine's). "
-            "Default: the local GPU, else an H200."
+            help=f"Device to plan for: {', '.join(GPUS)}, this (the local GPU, else the local CPU) or cpu (the local "
+            "CPU). Default: the local GPU, else an H200."
         ),
     ] = None,
-    count: Annotated[int, typer.Option(min=1, max=65536, help="Number of GPUs.")] = 1,
+    count: Annotated[int, typer.Option(min=1, max=65536, metavar="N", help="Number of GPUs.")] = 1,
     host_mem: Annotated[
         str | None,
         typer.Option(
             "--host-mem",
-            help="Host memory of one machine, such as 512G or 1.9T. Default: this machine's if planning for its GPU, "
+            help="Host memory of one machine, such as 512G or 1.9T. Default: that of this machine for its own GPU, "
             "else 128G per GPU.",
         ),
     ] = None,
-    price: Annotated[float | None, typer.Option(min=0, help="Price of a GPU hour, to print the cost.")] = None,
+    price: Annotated[
+        float | None, typer.Option(min=0, metavar="PRICE", help="Price of a GPU hour, to print the cost.")
+    ] = None,
     model: Annotated[
         str | None,
         typer.Option(help="Folder or Hub id to read the model's config from, if the model itself is missing."),
     ] = None,
-    measure: Annotated[
+    measured: Annotated[
         bool, typer.Option("--measure", help="Measure a few steps on the local device first, and use their rates.")
     ] = False,
     overrides: Override = None,
@@ -42,22 +44,22 @@ def plan(
 ) -> None:
     """Plan a recipe: tokens and epochs, memory, time, and settings that fit.
 
-    Reads no weights and writes nothing (except with --measure). If a stage
-    does not fit as written, prints settings that do and exits with code 2.
-    Add them to the command and plan again.
+    Reads no weights, and writes nothing without --measure. If a stage does
+    not fit as written, the command prints settings that fit and exits with
+    code 2. Add them to the command and plan again.
 
         unspool plan smollm2-32k --gpu 4090
 
         unspool plan prolong-512k --gpu h100 --count 8 --host-mem 1.9T --price 2.5
 
-        unspool plan my.yaml --measure              measure rates on the local GPU
-
-        unspool plan tiny --gpu this --measure      or on this CPU, if there is none
+        unspool plan tiny --gpu this --measure
     """
     from unspool.planning.make_plan import plan as make
     from unspool.planning.recipe_plan import as_plain
 
-    found = make(recipe, overrides, gpu=gpu, count=count, host_mem=host_mem, price=price, model=model, measured=measure)
+    found = make(
+        recipe, overrides, gpu=gpu, count=count, host_mem=host_mem, price=price, model=model, measured=measured
+    )
     if as_json:
         print_json(as_plain(found))
     else:

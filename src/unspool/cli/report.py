@@ -5,20 +5,19 @@ from typing import Annotated
 
 import typer
 
-from unspool.core.console import print_json
-
-MAX_SENTENCES = 12  # of paired comparisons; the page has all
+from unspool.core.console import PlainConsole, print_json
 
 
 def report(
     runs: Annotated[
-        list[Path], typer.Argument(metavar="DIR...", help="Run folders (`out` in recipes), or folders of eval --out.")
+        list[Path],
+        typer.Argument(metavar="DIR...", help="Run folders (`out` in recipes), or folders that `eval --out` wrote."),
     ],
     out: Annotated[
         Path | None,
         typer.Option(
             "--out",
-            help="Page to write. Default: report.html in the run folder, or here for several runs.",
+            help="Page to write. Default: report.html in the run folder; for several runs, in this folder.",
         ),
     ] = None,
     markdown: Annotated[
@@ -30,11 +29,10 @@ def report(
 ) -> None:
     """Write one self-contained HTML page from the results of a run.
 
-    Shows scores by length, depth and category with intervals, paired
-    comparisons, loss by position, training curves, RoPE, data counts,
-    samples, recipe and hashes. Several runs are shown side by side.
-    The page needs no network and lists what is missing. Folders that
-    `unspool eval --out` wrote work too, and are compared if there are several.
+    The page shows scores by length, depth and category with intervals,
+    paired comparisons, loss by position, training curves, RoPE, data
+    counts, samples, recipe and hashes. It needs no network and lists
+    missing results. Several runs are compared side by side.
 
         unspool report runs/tiny
 
@@ -44,12 +42,8 @@ def report(
 
         unspool report runs/tiny --json | jq '.runs[0].measures'
     """
-    from unspool.core.html import write_text
-    from unspool.reporting.comparisons import compare, comparison_lines, headline, not_paired
-    from unspool.reporting.gather import gather
-    from unspool.reporting.measures import measures_for
-    from unspool.reporting.page import check_file, lines_together, render, shared_context
-    from unspool.reporting.text_formats import report_values, write_markdown
+    from unspool.reporting.page import check_file
+    from unspool.reporting.report import report as gather
 
     page = out
     if page is None and not as_json:
@@ -57,24 +51,15 @@ def report(
     for file, name in ((page, "report.html"), (markdown, "report.md")):
         if file is not None:
             check_file(file, name)
-    results = [gather(run) for run in runs]
+    found = gather(runs)
     if page is not None:
-        write_text(page, render(results))
+        found.save(page, "html")
     if markdown is not None:
-        write_markdown(results, markdown)
+        found.save(markdown, "markdown")
     if as_json:
-        print_json(report_values(results))
+        print_json(found.to_dict())
         return
-    for one in results:
-        for line in headline(one):
-            typer.echo(line)
-    if len(results) > 1:
-        lines = lines_together(results)
-        measures = measures_for({line.label: line.scores for line in lines}, shared_context(results))
-        for sentence in comparison_lines(compare(lines, measures)[:MAX_SENTENCES]):
-            typer.echo(sentence)
-        for sentence in not_paired(lines):
-            typer.echo(sentence)
+    found.print(PlainConsole())
     typer.echo(f"Report: {page}")
     if markdown is not None:
         typer.echo(f"Markdown: {markdown}")

@@ -25,9 +25,9 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON."
 def run(recipe: RecipeArgument, overrides: Override = None, as_json: AsJson = False) -> None:
     """Run a recipe end to end: tokenize, pack, train, evaluate, report.
 
-    You can kill it at any time and run it again: it skips finished steps,
-    resumes an unfinished stage from its last checkpoint, and redoes what
-    changed in the recipe or its inputs.
+    You can kill the command at any time and run it again: it skips finished
+    steps, resumes an unfinished stage from its last checkpoint, and redoes
+    what changed in the recipe or its inputs.
 
         unspool run tiny
 
@@ -51,7 +51,7 @@ def tokenize(recipe: RecipeArgument, overrides: Override = None, as_json: AsJson
     """Read and tokenize all sources of a recipe.
 
     Prints document lengths and what happened to every record. Records that
-    cannot be read are listed in quarantine.jsonl beside the documents.
+    cannot be read are listed in quarantine.jsonl in the folder of the source.
 
         unspool tokenize my.yaml
 
@@ -70,19 +70,21 @@ def pack(
     recipe: RecipeArgument,
     format: Annotated[
         str | None,
-        typer.Option(help="Also write every dataset for other trainers: arrow, parquet, mds or megatron."),
+        typer.Option(
+            help="Also write every dataset to RUN/formats/FORMAT for other trainers: arrow, parquet, mds or megatron."
+        ),
     ] = None,
     overrides: Override = None,
     as_json: AsJson = False,
 ) -> None:
     """Tokenize all sources and pack them into the datasets of a recipe.
 
-    Prints the size and fill rate of every dataset, and where each source
-    token went: into a packed sequence, or dropped for a named reason.
+    Prints the size and fill rate of every dataset, and how many tokens of
+    each source were packed or dropped, with the reason.
 
         unspool pack my.yaml
 
-        unspool pack my.yaml --format mds   # RUN/formats/mds/DATASET
+        unspool pack my.yaml --format mds
     """
     from unspool.recipe import run_recipe
 
@@ -98,12 +100,15 @@ def pack(
 
 def train(
     recipe: RecipeArgument,
-    stage: Annotated[str | None, typer.Option(help="Train only this stage; by default all stages, in order.")] = None,
+    stage: Annotated[str | None, typer.Option(help="Train only this stage. Default: all stages, in order.")] = None,
     overrides: Override = None,
 ) -> None:
     """Tokenize, pack and train the stages of a recipe, without evaluation and report.
 
-    Also runs under torchrun; `unspool launch` starts it on several GPUs.
+    The command also runs under torchrun; `unspool launch` starts it on
+    several GPUs.
+
+        unspool train my.yaml
 
         unspool train my.yaml --stage 64k
     """
@@ -192,7 +197,7 @@ def shares_table(counts: Mapping[str, Mapping[str, Any]], *, title: str | None =
 
 def upsample_table(counts: Mapping[str, Mapping[str, Any]], *, title: str | None = None) -> Table:
     """Share of tokens in long documents before and after upsampling, by dataset and source."""
-    table = _table(title, "dataset", "source", "tokens", "in long ones before", "after", "repeated", "left out")
+    table = _table(title, "dataset", "source", "tokens", "in long documents before", "after", "repeated", "left out")
     for name, entry in counts.items():
         parts = {source: part for source, part in entry.get("sources", {}).items() if "upsample" in part}
         for source, part in parts.items():

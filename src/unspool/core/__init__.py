@@ -1,4 +1,4 @@
-"""What every other package builds on: artifacts, configs, errors, logging, progress, random numbers, sizes."""
+"""Foundations of every other package: artifacts, configs, errors, logging, progress, random generators, sizes."""
 
 import logging
 

@@ -1,9 +1,9 @@
 """Artifacts: folders that are published complete or not at all, each with a `manifest.json`.
 
-A folder is complete if its manifest lists files that are all there; unfinished work is beside it under another name.
-A rerun skips a folder whose manifest matches its inputs and settings. A kill while a folder is replaced loses neither
-the old nor the new one. Folders are renamed before they are deleted, so a kill leaves no half-deleted one behind that
-a later run could take for work.
+A folder is complete if its manifest lists files and all of them exist. Unfinished work has another name, next to it. A
+rerun skips a folder whose manifest matches its inputs and settings. A kill while a folder is replaced loses neither the
+old nor the new one. Folders are renamed before they are deleted, so a kill cannot leave a half-deleted folder that a
+later run takes for work.
 """
 
 import hashlib
@@ -26,20 +26,21 @@ from unspool.core.errors import naming
 logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
-KEY = "key"  # file of a work folder that says which inputs and settings it is for
-# Increased when the meaning of files changes, so that older folders are rebuilt.
+KEY = "key"  # file of a work folder: digest of the inputs and settings that it belongs to
+# Increase this when the meaning of stored files changes, so that older folders are rebuilt.
 FORMAT = 1
-# Up to this size a rerun also compares checksums; above, only names and sizes, so that skipping a terabyte is instant.
+# Up to this size a rerun also compares checksums. Above it, only names and sizes, so that skipping a terabyte is
+# instant.
 CHECKSUM_LIMIT = 256 << 20
-ASIDE = ".tmp"  # ending of a file that is not written whole yet
-# Of an earlier recipe's unfinished work, and of a folder that is being deleted.
+ASIDE = ".tmp"  # suffix of a file that is still being written
+# Suffixes of an earlier recipe's unfinished work, and of a folder that is being deleted.
 PREVIOUS, REMOVED = ".previous", ".removed"
-# Endings of what is beside finished folders and is no result.
+# Suffixes of folders and files that are next to finished folders and are not results.
 WORK_ENDINGS = (".work", ".partial", ".old", ASIDE, PREVIOUS, REMOVED, ".lock")
 
 
 def digest(value: Any) -> str:
-    """Hash of any JSON-able value, independent of key order."""
+    """Hash any JSON-serializable value, independent of key order."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), default=str)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -49,24 +50,24 @@ def file_digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-# Files that are hashed or written at the same time: one thread hashes 1 to 2 GB/s, a disk may give more.
+# Number of files that are hashed or written at the same time: one thread hashes 1 to 2 GB/s, a disk may be faster.
 MAX_THREADS = max(1, min(8, os.cpu_count() or 1))
-# Digests of files that were hashed while they were written, by the state of the file after that.
+# Digests of files that were hashed while they were written, by the state of the file after writing.
 _written: dict[tuple[int, ...], str] = {}
 
 
 def remember_digest(written: os.stat_result, sha256: str) -> None:
-    """Tell `digest_once` and `list_files` the digest of a file that was hashed while it was written."""
+    """Record the digest of a file that was hashed while it was written, for `digest_once` and `list_files`."""
     _written[_state(written)] = sha256
 
 
-# Digests that were asked for, by path and state of the file; another thread may still be computing one.
+# Requested digests, by path and state of the file; another thread may still be computing one.
 _asked: dict[tuple[Path, tuple[int, ...]], Future[str]] = {}
 _asking = Lock()
 
 
 def digest_once(path: Path) -> str:
-    """`file_digest`, computed once for a file that does not change: loading and scoring both ask for it."""
+    """Return `file_digest`, computed once per unchanged file: loading and scoring both need it."""
     key = path, _state(path.stat())
     with _asking:
         found = _asked.get(key)
@@ -87,7 +88,7 @@ def _state(found: os.stat_result) -> tuple[int, ...]:
 
 
 def hash_files(paths: Sequence[Path], of_file: Callable[[Path], str] = file_digest) -> list[str]:
-    """Digests of some files, in their order. Several are hashed at the same time."""
+    """Hash several files at the same time; digests are in the order of `paths`."""
     if len(paths) < 2:
         return [of_file(path) for path in paths]
     with ThreadPoolExecutor(min(MAX_THREADS, len(paths)), "unspool-digests") as pool:
@@ -95,7 +96,7 @@ def hash_files(paths: Sequence[Path], of_file: Callable[[Path], str] = file_dige
 
 
 def folder_digest(folder: Path, of_file: Callable[[Path], str] = file_digest) -> str:
-    """Hash of every file in a folder: names and contents."""
+    """Hash names and contents of all files in a folder."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     names = (str(path.relative_to(folder)) for path in files)
     return digest(dict(zip(names, hash_files(files, of_file), strict=True)))
@@ -128,7 +129,7 @@ def stale_reason(folder: Path, *, kind: str, inputs: dict[str, Any], settings: d
 
 
 def find_damage(folder: Path) -> str | None:
-    """What is wrong with a published folder; None if its manifest lists files and all of them are as listed."""
+    """Describe what is wrong with a published folder; None if all files match its manifest."""
     manifest = read_manifest(folder)
     if manifest is None:
         return "its manifest is missing or unreadable"
@@ -146,7 +147,7 @@ def _digest_written(path: Path) -> str:
 
 
 def list_files(folder: Path, paths: Iterable[Path]) -> dict[str, dict[str, Any]]:
-    """Size and checksum of some files in a folder, by name, as manifests have them."""
+    """Return size and checksum of files in a folder, by name, as manifests hold them."""
     found = list(paths)
     return {
         str(path.relative_to(folder)): {"bytes": path.stat().st_size, "sha256": sha256}
@@ -155,13 +156,13 @@ def list_files(folder: Path, paths: Iterable[Path]) -> dict[str, dict[str, Any]]
 
 
 def changed_file(folder: Path, files: Mapping[str, Mapping[str, Any]], *, content: bool = True) -> str | None:
-    """What is wrong with the first file that is not as listed, by size and, if `content`, by checksum."""
+    """Describe the first file that differs from the list, by size and, if `content`, by checksum; None if none does."""
     for name, entry in files.items():
         path = folder / name
         if not path.is_file() or path.stat().st_size != entry["bytes"]:
             return f"file {name} is missing or has another size"
     if content:
-        # Read again, whatever is known of them.
+        # Read the files again, even if their digests are cached.
         found = hash_files([folder / name for name in files], lambda path: file_digest(path))
         changed = (name for name, sha256 in zip(files, found, strict=True) if sha256 != files[name]["sha256"])
         return next((f"file {name} has changed" for name in changed), None)
@@ -201,10 +202,10 @@ def seal(
 ) -> None:
     """Give a finished work folder its manifest and its final name.
 
-    `unlisted` files and folders belong to the work and not to the result. They are deleted last, so that a kill before
-    costs no work.
+    `unlisted` files and folders belong to the work, not to the result. They are deleted last, so that a kill before
+    that loses no work.
     """
-    for path in partial.rglob(f"*{ASIDE}"):  # of a write that was killed
+    for path in partial.rglob(f"*{ASIDE}"):  # left by a killed write
         path.unlink()
     found = [path for path in sorted(partial.rglob("*")) if path.is_file() and path.name != MANIFEST]
     files = list_files(partial, [path for path in found if path.relative_to(partial).parts[0] not in unlisted])
@@ -217,11 +218,11 @@ def seal(
         "counts": counts,
         "files": files,
     }
-    # As JSON gives it back: keys are texts there.
+    # As JSON returns it: keys are strings.
     manifest["sha256"] = digest(json.loads(json.dumps(manifest, default=str)))
     write_atomic(partial / MANIFEST, json.dumps(manifest, indent=1, sort_keys=True, default=str) + "\n")
     if out_dir.exists():
-        # Two renames instead of delete and rename: a half-deleted folder is never in place.
+        # Two renames instead of delete and rename, so that `out_dir` is never a half-deleted folder.
         old = _old(out_dir)
         shutil.rmtree(old, ignore_errors=True)
         out_dir.rename(old)
@@ -233,14 +234,14 @@ def seal(
 
 
 def clean_up(out_dir: Path, unlisted: Collection[str]) -> None:
-    """Delete what `seal` did not list."""
+    """Delete the files and folders that `seal` did not list."""
     for name in unlisted:
         remove(out_dir / name)
     delete_removed(out_dir)
 
 
 def remove(path: Path) -> None:
-    """Delete a file or folder, if it exists; a folder is renamed first to a name that nothing reads."""
+    """Delete a file or folder, if it exists. A folder is first renamed to a name that nothing reads."""
     if not path.is_dir():
         path.unlink(missing_ok=True)
         return
@@ -250,7 +251,7 @@ def remove(path: Path) -> None:
 
 
 def delete_removed(folder: Path) -> None:
-    """Finish removals that were killed."""
+    """Finish removals that a kill interrupted."""
     if folder.is_dir():
         for path in folder.iterdir():
             if path.name.endswith(REMOVED):
@@ -262,7 +263,7 @@ def _old(out_dir: Path) -> Path:
 
 
 def _repair(out_dir: Path) -> None:
-    """Finish a replacement of `out_dir` that was killed between the two renames of `seal`.
+    """Finish a replacement of `out_dir` that a kill interrupted between the two renames of `seal`.
 
     A draft with a manifest is complete and becomes `out_dir`; otherwise the old folder is restored.
     """
@@ -277,13 +278,13 @@ def _repair(out_dir: Path) -> None:
 
 
 def open_work(work: Path, key: str, *, label: str, describe: Callable[[Path], str | None], key_file: str = KEY) -> None:
-    """Make `work` the folder of unfinished work on what `key` stands for: a digest of inputs and settings.
+    """Open `work`, the folder of unfinished work for `key`, a digest of inputs and settings.
 
-    Work on anything else is set aside under the ending `.previous`, one generation of it, and comes back when its key
-    does. `describe` says how much a folder holds, None for nothing; what holds nothing is deleted.
+    Unfinished work for another key is renamed to the suffix `.previous` and restored when its key is used again. Only
+    one such folder is kept. `describe` returns how much a folder holds, or None for nothing; an empty one is deleted.
     """
     previous, swapped = (work.with_name(work.name + ending) for ending in (PREVIOUS, ".swap" + PREVIOUS))
-    if swapped.exists():  # killed in the middle of the renames below
+    if swapped.exists():  # a kill interrupted the renames below
         swapped.rename(previous if work.exists() else work)
     if work.exists() and _read_key(work / key_file) != key:
         amount = describe(work)
@@ -294,12 +295,12 @@ def open_work(work: Path, key: str, *, label: str, describe: Callable[[Path], st
             remove(work)
         else:
             older = describe(previous) if previous.exists() else None
-            replaced = f"; {older} of still older work there is deleted" if older else ""
+            replaced = f"; {older} of older work there is deleted" if older else ""
             remove(previous)
             work.rename(previous)
             logger.warning(
-                f"{label}: discarding the unfinished work in {work.name} ({amount}), because it was made with other "
-                f"inputs or settings; it is kept as {previous.name} and resumes when you change back, else delete it"
+                f"{label}: setting aside the unfinished work in {work.name} ({amount}), because it was made with other "
+                f"inputs or settings. It is kept as {previous.name} and resumes if you change them back; else delete it"
                 f"{replaced}"
             )
         if comes_back:
@@ -320,7 +321,7 @@ def _read_key(path: Path) -> str | None:
 
 
 def write_atomic(path: Path, text: str) -> None:
-    """Replace a file in one step, so that readers never see a part of it."""
+    """Replace a file in one step, so that readers never see a partial file."""
     aside = path.with_name(path.name + ASIDE)
     with naming(path):
         try:

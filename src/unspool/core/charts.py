@@ -4,8 +4,8 @@ Every text is escaped. Colors are CSS classes (`m0`, `m1`, …), so that a model
 dark mode applies. Charts scale with the page and carry tooltips.
 """
 
-# No matplotlib or plotly: their pictures do not follow the page's colors, font and dark mode, and a self-contained
-# plotly page takes megabytes where these charts take a few kilobytes.
+# No matplotlib or plotly: their pictures ignore the page's colors, font and dark mode, and a self-contained plotly page
+# takes megabytes; these charts take a few kilobytes.
 
 import math
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ from markupsafe import Markup
 from unspool.core.formatting import clip
 from unspool.core.html import element, svg, svg_line, svg_text
 
-MODEL_STYLES = 8  # as many as the style sheets define; further models repeat them
+MODEL_STYLES = 8  # styles in the style sheets; further models reuse them
 WIDTH, HEIGHT = 420.0, 250.0  # in viewBox units: about a phone's width, so that text stays readable there
 LEFT, RIGHT, TOP, BOTTOM = 52.0, 14.0, 22.0, 40.0
 FLOOR = HEIGHT - BOTTOM
@@ -24,7 +24,7 @@ MIDDLE = (LEFT + WIDTH - RIGHT) / 2
 DODGE, MAX_DODGE = 5.0, 22.0  # sideways distance between models at one x, so that intervals do not overlap
 
 Show = Callable[[float], str]
-Place = Callable[[float], float]  # from a value to a coordinate
+Place = Callable[[float], float]  # maps a value to a coordinate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +81,7 @@ def line_chart(series: Sequence[Series], frame: Frame) -> Markup:
 
 
 def _scale(low: float, high: float, start: float, stop: float, turn: Callable[[float], float] = float) -> Place:
-    """From values in [low, high] to coordinates in [start, stop]; `turn` is the axis' scale, such as a logarithm."""
+    """Map values in [low, high] to coordinates in [start, stop]; `turn` is the axis scale, such as a logarithm."""
     first, last = turn(low), turn(high)
     if last == first:
         return lambda value: (start + stop) / 2
@@ -150,7 +150,7 @@ def _dot(style: int, x: float, y: float, size: float = 4.0) -> list[Markup]:
 
 
 def _unbroken(points: Sequence[Point]) -> list[list[Point]]:
-    """The runs of points between missing values: a line drawn across a gap would invent a number."""
+    """Split points at missing values: a line across a gap would invent a number."""
     runs: list[list[Point]] = [[]]
     for point in points:
         if point.y is None:
@@ -169,7 +169,7 @@ _SHAPES: tuple[tuple[tuple[float, float], ...], ...] = (
 
 
 def marker(style: int, x: float, y: float, size: float = 4.0) -> Markup:
-    """A shape of its own per model, for readers who cannot rely on color."""
+    """Draw a different shape per model, for readers who cannot rely on color."""
     number = style % (len(_SHAPES) + 1)
     if number == 0:
         return element("circle", class_="dot", cx=x, cy=y, r=size)
@@ -178,13 +178,13 @@ def marker(style: int, x: float, y: float, size: float = 4.0) -> Markup:
 
 
 def swatch(style: int) -> Markup:
-    """A legend's key: a short line with its marker."""
+    """Draw a legend key: a short line with its marker."""
     drawn = element("g", svg_line(1, 7, 25, 7, "line"), marker(style, 13.0, 7.0), class_=f"m{style % MODEL_STYLES}")
     return element("svg", drawn, class_="swatch", viewBox="0 0 26 14", width=26, height=14, aria_hidden="true")
 
 
 def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """About `count` round numbers that cover [low, high]."""
+    """Return about `count` round numbers that cover [low, high]."""
     if high <= low:
         low, high = low - (abs(low) or 1.0) / 2, high + (abs(high) or 1.0) / 2
     rough = (high - low) / (count - 1)
@@ -204,7 +204,7 @@ def decades(low: float, high: float) -> list[float]:
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """Two bars beside each other."""
+    """Two adjacent bars."""
 
     label: str
     first: float  # shares, 0 to 1
@@ -217,7 +217,7 @@ LABEL_WIDTH, MAX_BAR, LETTER = 50.0, 26.0, 6.6
 
 
 def pair_bars(pairs: Sequence[Pair], *, label: str, x_title: str, size: tuple[float, float] = (320.0, 168.0)) -> Markup:
-    """Pairs of shares; the two bars differ in shade and outline, not only in hue. By default as wide as a heatmap."""
+    """Draw pairs of shares as bars that differ in shade and outline as well as hue. By default as wide as a heatmap."""
     width, height = size
     ticks = nice_ticks(0.0, max((max(pair.first, pair.second) for pair in pairs), default=0.0) or 1.0, 4)
     floor = height - BARS_BOTTOM
@@ -241,7 +241,7 @@ def pair_bars(pairs: Sequence[Pair], *, label: str, x_title: str, size: tuple[fl
                 _bar("second", middle, place_y(pair.second), bar, floor),
             )
         )
-        # Counted from the last, which matters most.
+        # Counted from the last one, which matters most.
         if (len(pairs) - 1 - at) % stride == 0:
             parts.append(svg_text(middle, floor + 15, clip(pair.label, max(4, int(step * stride / LETTER)))))
     parts.append(svg_text((BARS_LEFT + width) / 2, height - 6, x_title, class_="title"))
@@ -253,7 +253,7 @@ def _bar(style: str, x: float, y: float, width: float, floor: float) -> Markup:
 
 
 def bar_key(style: str) -> Markup:
-    """A legend's key: `first` or `second`."""
+    """Draw a legend key: `first` or `second`."""
     box = _bar(style, 1, 1, 12, 13)
     return element("svg", box, class_="key", viewBox="0 0 14 14", width=14, height=14, aria_hidden="true")
 
@@ -285,13 +285,13 @@ class Axis:
         return nice_ticks(min(values), max(values))
 
     def place(self, ticks: Sequence[float], start: float, stop: float) -> Place:
-        """From values to the drawing, `start` being the worse end."""
+        """Map values to coordinates; `start` is the worse end."""
         low, high = (ticks[-1], ticks[0]) if self.lower_is_better else (ticks[0], ticks[-1])
         return _scale(low, high, start, stop)
 
 
 def scatter(dots: Sequence[Dot], axes: tuple[Axis, Axis], label: str) -> Markup:
-    """One marker per model with intervals both ways; axes point to the better side."""
+    """Draw one marker per model with intervals on both axes; axes point to the better side."""
     x_axis, y_axis = axes
     x_ticks, y_ticks = x_axis.ticks([dot.x for dot in dots]), y_axis.ticks([dot.y for dot in dots])
     place_x = x_axis.place(x_ticks, LEFT + 6, WIDTH - RIGHT - 12)
@@ -350,7 +350,7 @@ def heatmap(panel: Heatmap) -> Markup:
     for top, name, cells in zip(tops, panel.rows, panel.cells, strict=True):
         parts.append(svg_text(HEAT_LEFT - 8, top + HEAT_ROW / 2 + 4, name, "end"))
         parts += [_heat_cell(cell, HEAT_LEFT + column * at, top, column) for at, cell in enumerate(cells)]
-    # Labels such as 128K do not fit a narrow column: then every second one, up to the last.
+    # Labels such as 128K do not fit a narrow column, so every second one is drawn, counted from the last.
     stride = 1 if column >= NARROW_COLUMN else 2
     for at in range(len(panel.columns) - 1, -1, -stride):
         parts.append(svg_text(HEAT_LEFT + column * (at + 0.5), floor + 16, panel.columns[at]))
@@ -377,7 +377,7 @@ INK_TURNS = {"on-light": 0.65, "on-dark": 0.52}
 
 
 def heat_strength(value: float) -> float:
-    """Opacity over the panel's own background, so that one rule serves the light and the dark page."""
+    """Return the opacity over the panel's background, the same in light and dark mode."""
     return 0.05 + 0.95 * min(1.0, max(0.0, value))
 
 

@@ -1,6 +1,6 @@
-"""Files of lines that a killed run continues, with a checksum of every line in a file beside them.
+"""Files of lines that a killed run continues; a second file holds a checksum of every line.
 
-The checksums are in `<name>.sums` and not in the lines, because the finished file is a result with a format of its own.
+The checksums are in `<name>.sums`, because the finished file is a result with its own format.
 """
 
 import hashlib
@@ -16,31 +16,31 @@ _WIDTH = 16  # hexadecimal digits of a checksum
 
 
 def read_checked(path: Path) -> list[bytes | None]:
-    """The lines that have a checksum, None for a damaged one. Lines without are what a kill left; they are dropped."""
+    """Read the lines that have a checksum; None for a damaged one. Lines without one come from a kill; drop them."""
     lines = [line + b"\n" for line in _read(path).split(b"\n")[:-1]]
     sums = [entry for entry in _read(_sums(path)).split(b"\n") if entry]
     pairs = enumerate(zip(lines, sums, strict=False))
     found = [line if _sum(at, line) == entry else None for at, (line, entry) in pairs]
     found += [None] * (len(sums) - len(found))
     if lines and not _sums(path).exists():
-        logger.warning(f"{path}: its checksums ({_sums(path).name}) are missing; {len(lines)} lines are made again")
+        logger.warning(f"{path}: its checksums ({_sums(path).name}) are missing; recomputing {len(lines)} lines")
     elif None in found:
         damaged, first = found.count(None), found.index(None) + 1
         logger.warning(
-            f"{path}: {damaged} of {len(found)} lines are damaged, the first is line {first}; they are made again"
+            f"{path}: {damaged} of {len(found)} lines are damaged, the first is line {first}; recomputing them"
         )
     return found
 
 
 def intact_lines(path: Path) -> list[bytes]:
-    """The lines before the first damaged one."""
+    """Read the lines before the first damaged one."""
     found = read_checked(path)
     end = found.index(None) if None in found else len(found)
     return [line for line in found[:end] if line is not None]
 
 
 class CheckedLines:
-    """Appends to the first lines of a file, which are `kept`: `with CheckedLines(path, kept) as lines: …`."""
+    """Append to a file after its `kept` first lines: `with CheckedLines(path, kept) as lines: …`."""
 
     def __init__(self, path: Path, kept: list[bytes]) -> None:
         self._count = len(kept)
@@ -73,7 +73,7 @@ def _sums(path: Path) -> Path:
 
 
 def _sum(at: int, line: bytes) -> bytes:
-    """The number of the line is part of it, so that lines cannot change places."""
+    """Checksum of a line and its number, so that swapped lines are detected."""
     return hashlib.sha256(b"%d " % at + line).hexdigest()[:_WIDTH].encode()
 
 

@@ -26,7 +26,7 @@ from unspool.core.errors import ConfigError
 
 
 def _describe(schema: dict[str, Any], cls: "type[Config]") -> None:
-    """Complete the JSON schema of a class: keys described by a base class, no examples in Python."""
+    """Complete the JSON schema of a class: add keys described by a base class, remove Python examples."""
     if "description" in schema:
         schema["description"] = schema["description"].partition("\n\nExample:")[0]
     for name, field in cls.model_fields.items():
@@ -70,7 +70,7 @@ def did_you_mean(name: Any, allowed: Iterable[str], *, prefix: str = "") -> str:
 
 
 def lookup(registry: Mapping[str, Entry], name: str, *, kind: str) -> Entry:
-    """Return an entry of a registry, which is a plain dict; ConfigError with the nearest name if it has none."""
+    """Return an entry of a registry (a dict); for an unknown name, raise ConfigError with the nearest one."""
     if name in registry:
         return registry[name]
     guess = nearest(name, registry)
@@ -78,7 +78,7 @@ def lookup(registry: Mapping[str, Entry], name: str, *, kind: str) -> Entry:
     raise ConfigError(f"{kind} {name!r} is not known. {hint}Known: {', '.join(sorted(registry))}.")
 
 
-# Registries that classes were added to after import, by the name of their kind.
+# Registries that were extended after import, by kind.
 _extended: dict[str, Mapping[str, object]] = {}
 
 
@@ -88,7 +88,7 @@ def registry_version() -> tuple[tuple[int, ...], ...]:
 
 
 def register(registry: dict[str, Any], name: str, entry: object, *, kind: str, replace: bool = False) -> None:
-    """Add an entry to a registry; ConfigError if another one already has the name, unless it may be replaced."""
+    """Add an entry to a registry; ConfigError if the name is taken, unless `replace`."""
     if replace:
         registry[name] = entry
     if registry.setdefault(name, entry) is not entry:
@@ -105,7 +105,7 @@ def tag_value(cls: type[BaseModel], tag: str) -> str:
 
 
 class Current:
-    """Pydantic annotation: validate with a config class as it is then, fields that were added later included."""
+    """Pydantic annotation: validate with the current state of a config class, including fields added later."""
 
     def __init__(self, cls: type[BaseModel]) -> None:
         self._cls = cls
@@ -120,17 +120,17 @@ class Current:
         return handler(self.json_core_schema())
 
     def json_core_schema(self) -> CoreSchema:
-        # By reference, so that the class has an entry of its own in the JSON schema's `$defs`.
+        # By reference, so that the class has its own entry in the JSON schema's `$defs`.
         ref = f"{self._cls.__module__}.{self._cls.__qualname__}:{id(self._cls)}"
         named: Any = {**self.adapter().core_schema, "ref": ref}
         return core_schema.definitions_schema(core_schema.definition_reference_schema(ref), [named])
 
 
 class FromRegistry(Current):
-    """Pydantic annotation of a config whose class is looked up in a registry by the value of its key `tag`.
+    """Pydantic annotation of a config whose class a registry holds under the value of the key `tag`.
 
-    Errors and the JSON schema are those of a discriminated union of the registered classes. The registry is read at
-    validation, so classes that are registered later are found too. Without the key, the class is that of `default`.
+    Errors and the JSON schema are those of a discriminated union of the registered classes. Validation reads the
+    registry, so classes that are registered later are found too. Without the key, the class of `default` is used.
     """
 
     def __init__(self, registry: Mapping[str, type[BaseModel]], tag: str, *, default: str | None = None) -> None:
@@ -146,7 +146,7 @@ class FromRegistry(Current):
         if classes != self._classes:
             self._classes = classes
             union: Any = reduce(or_, classes)
-            # A single class is no union, which a discriminator needs.
+            # A single class is no union, and a discriminator needs a union.
             union = Annotated[union, Field(discriminator=self._tag)] if len(classes) > 1 else union
             self._union = TypeAdapter(Annotated[union, BeforeValidator(self._add_default)])
         return self._union

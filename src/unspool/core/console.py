@@ -1,7 +1,7 @@
-"""Where Unspool prints: text from files, models and servers cannot control the terminal that shows it.
+"""Printing: text from files, models and servers cannot control the terminal.
 
-Control characters and invisible ones are replaced by signs, in `rich` consoles and, for the time of a command, in
-everything that is written to stdout and stderr. JSON keeps them as escapes, so that a program reads the exact text.
+Visible signs replace control characters and invisible ones: in `rich` consoles and, while a command runs, in everything
+written to stdout and stderr. JSON keeps them as escapes, so that a program reads the exact text.
 """
 
 import json
@@ -22,7 +22,7 @@ _MOVES = re.compile(r"(\n|\x1b\[A)+")
 
 
 class PlainConsole(Console):
-    """A `rich` console without markup, emoji codes and control sequences in what it is given."""
+    """A `rich` console that ignores markup, emoji codes and control sequences in the text it prints."""
 
     def __init__(self, *, highlight: bool = False, **options: Any) -> None:
         super().__init__(highlight=highlight, markup=False, emoji=False, **options)
@@ -36,10 +36,10 @@ class PlainConsole(Console):
 
 
 def print_json(value: Any) -> None:
-    """Print JSON that means exactly `value`; characters that cannot be printed are escapes, such as `\\u001b`."""
+    """Print `value` as JSON; unprintable characters become escapes, such as `\\u001b`."""
     is_unicode = (sys.stdout.encoding or "").lower().startswith("utf")
     text = json.dumps(value, indent=1, ensure_ascii=not is_unicode)
-    # Such characters are only inside strings, and never the line breaks between them.
+    # Such characters occur only inside JSON strings.
     print(UNPRINTABLE.sub(lambda found: "\\u007f" if found[0] == "\x7f" else json.dumps(found[0])[1:-1], text))
 
 
@@ -74,7 +74,7 @@ class _EscapedStream:
 
 @contextmanager
 def escaped_streams() -> Iterator[None]:
-    """Escape what is printed in this block; characters that the terminal's encoding lacks are written as escapes."""
+    """Escape everything printed in this block, including characters that the terminal's encoding lacks."""
     before = sys.stdout, sys.stderr
     for stream in before:
         if hasattr(stream, "reconfigure"):

@@ -1,4 +1,4 @@
-"""What a bug report needs: versions, devices, memory, disk, tools and settings, but no keys and passwords."""
+"""What a bug report needs: versions, devices, memory, disk, tools and settings, without keys and passwords."""
 
 import importlib.metadata
 import locale
@@ -49,7 +49,7 @@ def package_version(name: str) -> str | None:
 
 
 def gpus() -> list[dict[str, Any]]:
-    """Name and memory of each GPU that torch sees; torch is only imported where the system has a GPU."""
+    """Name and memory of each GPU that torch sees; imports torch only if the system has a GPU."""
     if not (any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists() or Path("/dev/dxg").exists()):
         return []
     import torch
@@ -70,7 +70,7 @@ def gpus() -> list[dict[str, Any]]:
 
 
 def diagnose() -> dict[str, Any]:
-    """Gather everything; a part that fails is reported with its error, since that may be the bug."""
+    """Gather everything; a part that fails is reported with its error, which may be the bug."""
     required, optional = _packages()
     return {
         "versions": versions(),
@@ -96,7 +96,7 @@ def diagnose() -> dict[str, Any]:
 
 def environment_variables() -> dict[str, str]:
     """Variables that matter and are set; values of keys, tokens and passwords are replaced."""
-    # Lower-case names too, because proxies are written so.
+    # Lower-case names too: proxy variables are often lower-case.
     chosen = {
         name: value
         for name, value in sorted(os.environ.items())
@@ -110,7 +110,7 @@ def _without_login(value: str) -> str:
 
 
 def hide_home(path: str) -> str:
-    """Write the home folder as ~, because its name is often that of a person."""
+    """Replace the home folder with ~, because its name is often a person's name."""
     home = str(Path.home())
     return path.replace(home, "~") if len(home) > 1 else path
 
@@ -118,7 +118,7 @@ def hide_home(path: str) -> str:
 def _attempt(gather: Any) -> Any:
     try:
         return gather()
-    except Exception as error:  # of any type: a broken driver or installation can raise anything
+    except Exception as error:  # a broken driver or installation can raise any type
         return {"error": f"{type(error).__name__}: {error}"}
 
 
@@ -138,7 +138,7 @@ def _torch() -> dict[str, Any]:
 
 
 def _packages() -> tuple[dict[str, str | None], dict[str, str | None]]:
-    """Versions of what Unspool requires and of what its extras require; None where a package is missing."""
+    """Return versions of required packages and of those of the extras; None for a missing package."""
     required: dict[str, str | None] = {}
     optional: dict[str, str | None] = {"vllm": package_version("vllm"), "triton": package_version("triton")}
     for text in importlib.metadata.requires("unspool") or [] if package_version("unspool") else []:
@@ -164,7 +164,7 @@ def cpu_name() -> str:
 
 
 def _tool_version(name: str) -> str | None:
-    """The first line that a tool prints about itself with a number in it; None if it is not installed."""
+    """Return the first line with a digit that a tool prints about itself; None if it is not installed."""
     path = shutil.which(name)
     if path is None:
         return None
@@ -190,7 +190,7 @@ def _folders() -> dict[str, Path]:
 
 
 def _folder(path: Path) -> dict[str, Any]:
-    """Whether a folder exists and can be written, and the free space there or at its nearest parent."""
+    """Check whether a folder exists and is writable; add the free space there or at its nearest parent."""
     nearest = next(folder for folder in (path, *path.parents) if folder.exists())
     return {
         "path": hide_home(str(path)),

@@ -1,7 +1,7 @@
 """Errors that a user can cause. Any other exception that escapes is a bug in Unspool.
 
-Errors of the operating system stay `OSError`s until the command line, a worker process or a rank ends with one:
-`explain` then gives the sentence. `naming` adds the path, which a failed write does not know.
+Operating system errors stay `OSError`s until they end the command line, a worker process or a rank. Then `explain`
+turns them into a sentence. `naming` adds the path to a failed write, which does not know it.
 """
 
 import errno
@@ -38,7 +38,7 @@ class ConfigError(UnspoolError):
 
 
 class DataError(UnspoolError):
-    """Input that cannot be used; the message names file and record.
+    """Unusable input data; the message names file and record.
 
     Example:
         >>> import unspool
@@ -67,10 +67,10 @@ _REMEDIES = {
     errno.EROFS: "write to another folder, or make the file system writable",
     errno.EACCES: _PERMISSIONS,
     errno.EPERM: _PERMISSIONS,
-    errno.ENOENT: "it was moved, deleted or never there; restore it and run the same command again",
-    errno.ENOTDIR: "a part of the path is a file where a folder is needed; use another path",
-    errno.EISDIR: "it is a folder where a file is needed; " + _WRONG_KIND,
-    errno.EEXIST: "it is in the way; " + _WRONG_KIND,
+    errno.ENOENT: "it was moved, deleted or never existed; restore it and run the same command again",
+    errno.ENOTDIR: "part of the path is a file, not a folder; use another path",
+    errno.EISDIR: "it is a folder, not a file; " + _WRONG_KIND,
+    errno.EEXIST: "it already exists; " + _WRONG_KIND,
     errno.ENOTEMPTY: "another program writes into it; stop that program and run the same command again",
     errno.EBUSY: "another program uses it; stop that program and run the same command again",
     errno.ETXTBSY: "another program uses it; stop that program and run the same command again",
@@ -81,12 +81,12 @@ _REMEDIES = {
     errno.ENOMEM: "free some memory and run the same command again",
     **dict.fromkeys((errno.EIO, errno.ESTALE, errno.ENXIO, errno.ENODEV, errno.ENOTCONN, errno.EHOSTDOWN), _CHECK_DISK),
 }
-# How libraries in Rust (safetensors, tokenizers) and `shutil.copytree` spell the number of an error.
+# How Rust libraries (safetensors, tokenizers) and `shutil.copytree` print the number of an error.
 _NUMBER = re.compile(r"\(os error (\d+)\)|\[Errno (\d+)\]")
 
 
 def system_error(error: BaseException | None) -> OSError | None:
-    """The error of the operating system that `error` is, or is about; None if it is no error that a user can fix."""
+    """Return the operating system error behind `error`; None if it is not one that a user can fix."""
     while error is not None:
         if isinstance(error, OSError) and error.errno is not None:
             return error if error.errno in _REMEDIES else None
@@ -100,7 +100,7 @@ def system_error(error: BaseException | None) -> OSError | None:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Raise errors of the operating system in this block as `OSError`s that name a file: their own, or `path`."""
+    """Add a file name to operating system errors in this block: their own, or `path`."""
     try:
         yield
     except Exception as error:
@@ -114,13 +114,13 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def explain(error: BaseException) -> str | None:
-    """A sentence about an error that a user can fix: what is wrong, where, what to do; None for a bug."""
+    """Return a sentence about an error that a user can fix: what is wrong, where, what to do; None for a bug."""
     if isinstance(error, UnspoolError):
         return str(error)
     found = system_error(error)
     if found is None or found.errno is None:
         return None
-    # Two if a file is renamed: the old name may have vanished, or the new one may be in the way.
+    # A failed rename has two files: the old name may have vanished, or the new one may already exist.
     files = (found.filename, found.filename2)
     where = " → ".join(one_line(os.fsdecode(file)) for file in files if isinstance(file, str | bytes | os.PathLike))
     what = os.strerror(found.errno)

@@ -1,4 +1,4 @@
-"""Numbers, lists and foreign text as people read them, on pages, in tables and in the terminal."""
+"""Format numbers, lists and untrusted text for pages, tables and the terminal."""
 
 import re
 from collections.abc import Sequence
@@ -7,9 +7,9 @@ from typing import Any
 MISSING = "–"
 NEWLINE = "↵"
 _TAB = "⇥   "
-# Control characters but tabs and line breaks; C1 controls, line separators, zero-width spaces, marks that change the
-# direction of writing, and tags, which spell invisible text; halves of surrogate pairs, which no encoding has. Joiners
-# stay: words of Persian and Hindi and many emoji need them.
+# Characters that are replaced: control characters except tabs and line breaks; C1 controls; line separators; zero-width
+# spaces; marks that change the writing direction; tags, which spell invisible text; unpaired surrogates, which no
+# encoding has. Joiners are kept, because words of Persian and Hindi and many emoji need them.
 UNPRINTABLE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u2069\ufeff\ufff9-\ufffb"
     "\U000e0000-\U000e007f\ud800-\udfff]"
@@ -17,7 +17,7 @@ UNPRINTABLE = re.compile(
 
 
 def printable(text: str) -> str:
-    """Replace control characters by signs and invisible characters by their numbers; line breaks and tabs stay."""
+    """Replace control characters with signs and invisible ones with their code points; keep newlines and tabs."""
     return UNPRINTABLE.sub(lambda found: _sign(found[0]), text)
 
 
@@ -27,7 +27,7 @@ def _sign(character: str) -> str:
 
 
 def visible(text: str) -> str:
-    """Make tabs visible too; only line breaks stay."""
+    """Replace tabs as well as the characters of `printable`; keep line breaks."""
     return printable(text.replace("\t", _TAB))
 
 
@@ -36,7 +36,7 @@ def one_line(text: str) -> str:
 
 
 def excerpt(text: str, limit: int = 240) -> str:
-    """The beginning of a text from a model or from data, printable, with the number of characters left out."""
+    """Return the beginning of an untrusted text, printable, with the number of omitted characters."""
     text = text.strip()
     shown = printable(text[:limit])
     return f"{shown}… (+{len(text) - limit:,} characters)" if len(text) > limit else shown
@@ -47,12 +47,12 @@ def clip(text: str, limit: int) -> str:
 
 
 def join_words(parts: Sequence[str]) -> str:
-    """`a`, `a and b`, `a, b and c`."""
+    """Join as `a`, `a and b`, `a, b and c`."""
     return " and ".join(filter(None, [", ".join(parts[:-1]), parts[-1]])) if parts else ""
 
 
 def format_percent(value: float | None) -> str:
-    """Whole percents, except where rounding would claim all or nothing."""
+    """Format as whole percents, with a digit where rounding would give 0% or 100%."""
     if value is None:
         return MISSING
     rounded = f"{100 * value:.0f}%"
@@ -60,7 +60,7 @@ def format_percent(value: float | None) -> str:
 
 
 def format_share(share: float | None, *, two_digits_below: float = 0.01) -> str:
-    """Percents with one or two digits after the point; a share above 0 never reads as 0."""
+    """Format as percents with one or two decimals; a share above 0 never becomes 0."""
     if share is None:
         return MISSING
     if 0 < share < 0.0001:
@@ -69,12 +69,12 @@ def format_share(share: float | None, *, two_digits_below: float = 0.01) -> str:
 
 
 def format_signed(value: float, digits: int) -> str:
-    """A difference with its sign, `+12` or `−0.05`, with a real minus sign."""
+    """Format a difference with its sign, `+12` or `−0.05`, with a real minus sign."""
     return f"{value:+.{digits}f}".replace("-", "−")
 
 
 def format_exponent(value: float) -> str:
-    """`2.5e-4` rather than `0.00025`."""
+    """Format `2.5e-4` rather than `0.00025`."""
     if value == 0:
         return "0"
     digits, exponent = f"{value:.1e}".split("e")
@@ -82,7 +82,7 @@ def format_exponent(value: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    if seconds < 59.95:  # what rounds to 60.0 is a minute
+    if seconds < 59.95:  # 59.95 and above would round to 60.0 s
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
@@ -98,7 +98,7 @@ def format_bytes(size: float) -> str:
 
 
 def format_manifest_count(value: Any, name: str = "") -> str:
-    """One entry of a manifest's `counts`: `{"tail": 12, "short": 3}` reads `tail 12, short 3`, a list its length."""
+    """Format an entry of `counts`: `{"tail": 12, "short": 3}` becomes `tail 12, short 3`, a list its length."""
     if value is None:
         return MISSING
     if isinstance(value, bool):

@@ -1,7 +1,7 @@
-"""Host memory that this process may still take: of the machine, or of the container that limits it.
+"""Host memory available to this process, on the machine or within its container's limit.
 
-Containers and batch systems limit memory with control groups (cgroups), of version 1 or 2. A limit of any group above
-the process counts. File cache is given back on demand, so it counts as available, as in the kernel's `MemAvailable`.
+Containers and batch systems limit memory with control groups (cgroups), version 1 or 2. Every group above the process
+can have a limit. File cache counts as available, because the kernel frees it on demand, as in `MemAvailable`.
 """
 
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ _RECLAIMABLE = {"active_file", "inactive_file", "slab_reclaimable"}
 
 @dataclass(frozen=True, kw_only=True)
 class HostMemory:
-    """Bytes of the machine, or of the container where that allows less."""
+    """Memory in bytes: the machine's, or the container's limit if that is lower."""
 
     total: int
     available: int
@@ -26,7 +26,7 @@ class HostMemory:
 
 
 def measure_host_memory(root: Path = Path("/")) -> HostMemory | None:
-    """Read what the kernel reports under `root`; None where it reports nothing, as outside of Linux."""
+    """Read the kernel's figures under `root`; None where there are none, as outside Linux."""
     try:
         lines = (root / "proc/meminfo").read_text().splitlines()
         kilobytes = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines) if rest}
@@ -42,7 +42,7 @@ def measure_host_memory(root: Path = Path("/")) -> HostMemory | None:
 
 
 def _group_limits(root: Path) -> Iterator[tuple[int, int]]:
-    """Limit and use of each control group that this process is in, without file cache."""
+    """Yield limit and usage, without file cache, of each control group of this process."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -57,7 +57,7 @@ def _group_limits(root: Path) -> Iterator[tuple[int, int]]:
 
 
 def _limits_above(mount: Path, path: str, limit: str, used: str, prefix: str) -> Iterator[tuple[int, int]]:
-    """Limits from the group at `path` up to the mount; a container may see only the mount itself."""
+    """Yield limits from the group at `path` up to the mount; a container may see only the mount."""
     inside = PurePosixPath(path.lstrip("/"))
     for group in dict.fromkeys((mount / inside, *(mount / parent for parent in inside.parents), mount)):
         try:

@@ -11,7 +11,7 @@ from unspool.core.formatting import printable
 
 
 def load_templates(*folders: Path) -> Environment:
-    """Templates of some folders and of this one; a missing variable is an error, not an empty string."""
+    """Load templates from some folders and this one; a missing variable is an error, not an empty string."""
     return Environment(
         loader=FileSystemLoader([*folders, Path(__file__).parent]),
         autoescape=True,
@@ -28,9 +28,9 @@ def write_text(out_file: Path, content: str) -> None:
 
 
 def element(name: str, *children: object, **attributes: object) -> Markup:
-    """One SVG or HTML element; children and attribute values are escaped unless they are markup already.
+    """Build one SVG or HTML element; children and attribute values are escaped unless they are markup.
 
-    Attributes that are None are left out, `class_` is written as `class`, and floats get one digit after the point.
+    Attributes that are None are omitted, `class_` is written as `class`, and floats get one decimal.
     """
     given = {key.rstrip("_").replace("_", "-"): value for key, value in attributes.items() if value is not None}
     written = "".join(f' {key}="{_escape(value)}"' for key, value in given.items())
@@ -44,20 +44,20 @@ def _escape(value: object) -> str:
 
 
 def embedded(page: str, height: int = 600) -> str:
-    """A whole page inside another one, such as a notebook, whose styles it leaves alone."""
+    """Embed a whole page in another one, such as a notebook, without changing its styles."""
     return element(
         "iframe", srcdoc=Markup(escape(page)), width="100%", height=height, style="border: 0; background: white"
     )
 
 
 def svg(width: float, height: float, label: str, *children: Markup, **attributes: object) -> Markup:
-    """A drawing that scales with its page; screen readers speak `label`."""
+    """Build a drawing that scales with its page; screen readers read `label`."""
     shared = {"class_": "chart", "viewBox": f"0 0 {width:g} {height:g}", "role": "img", "aria_label": label}
     return element("svg", *children, **(shared | attributes))
 
 
 def picture(drawing: str, label: str) -> Markup:
-    """An SVG file as a picture: whatever it holds, it cannot run or load anything."""
+    """Show an SVG file as an image, so that it cannot run scripts or load anything."""
     source = "data:image/svg+xml;base64," + base64.b64encode(drawing.encode()).decode()
     return Markup('<img class="picture" alt="{}" src="{}">').format(printable(label), source)
 

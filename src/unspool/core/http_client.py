@@ -1,9 +1,9 @@
-"""The only place that asks servers: JSON over HTTP with limits on time and size, retries, and keys that stay secret.
+"""The only HTTP client: JSON requests with limits on time and size, retries, and keys that stay secret.
 
-A server may be slow, broken or hostile. It must send the first byte within `seconds`, the last one within `transfer`
-seconds more, and at most `reply_bytes` in all, however it spreads them. Redirects are refused, since they would send
-the key and the prompts elsewhere. The key is read from its environment variable when a request is sent, goes only into
-the header, and is removed from everything that the server returns.
+A server may be slow, broken or hostile. It must send the first byte within `seconds`, the last one within another
+`transfer` seconds, and at most `reply_bytes` in total. Redirects are refused, since they would send the key and the
+prompts elsewhere. The key is read from its environment variable when a request is sent, is sent only in the header, and
+is removed from everything that the server returns.
 """
 
 import base64
@@ -30,14 +30,14 @@ from unspool.core.errors import ConfigError, UnspoolError
 from unspool.core.sizes import format_count
 
 KEY_ENV = "OPENAI_API_KEY"
-# Status codes that may be different a moment later.
+# Status codes after which a retry may succeed.
 TRANSIENT_STATUS = {408, 409, 425, 429, 500, 502, 503, 504}
 MAX_PAUSE = 60.0  # of the backoff
-MAX_RETRY_AFTER = 600.0  # a server that asks for more ends the run
-SLOW_KINDS = {"timeout", "too_large"}  # each such attempt may take many minutes
+MAX_RETRY_AFTER = 600.0  # a server that demands a longer pause ends the run
+SLOW_KINDS = {"timeout", "too_large"}  # such an attempt may take many minutes
 SLOW_ATTEMPTS = 2
-MAX_DEPTH = 64  # of a reply's JSON
-MIN_SECRET = 8  # shorter keys are placeholders such as EMPTY, which may well be part of an answer
+MAX_DEPTH = 64  # nesting of a reply's JSON
+MIN_SECRET = 8  # shorter keys are placeholders such as EMPTY, which an answer may contain
 HIDDEN = "…"
 _BLOCK = 1 << 16
 Result = TypeVar("Result")
@@ -45,18 +45,18 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, kw_only=True)
 class RetryPolicy:
-    """Limits of one attempt, and how often to try again."""
+    """Limits of one attempt, and number of retries."""
 
     seconds: float = 600.0  # until the first byte of the reply
-    transfer: float = 60.0  # seconds from then to the last byte
+    transfer: float = 60.0  # from the first to the last byte
     connect: float = 10.0  # until the connection is open
     reply_bytes: int = 16 << 20
     attempts: int = 6
-    pause: float = 1.0  # seconds before the second attempt; doubled every time
+    pause: float = 1.0  # seconds before the second attempt; doubled for each retry
 
 
 class TransientError(Exception):
-    """A failed attempt after which another may succeed."""
+    """A failed attempt that a retry may fix."""
 
     def __init__(self, kind: str, problem: str, retry_after: float | None = None) -> None:
         super().__init__(problem)
@@ -65,7 +65,7 @@ class TransientError(Exception):
 
 
 class RefusedError(ConfigError):
-    """A status after which only the user can help."""
+    """An HTTP status that only the user can fix."""
 
     def __init__(self, status: int, problem: str, message: str) -> None:
         super().__init__(message)
@@ -73,11 +73,11 @@ class RefusedError(ConfigError):
 
 
 class _TooLargeError(Exception):
-    """A reply beyond `reply_bytes`."""
+    """A reply larger than `reply_bytes`."""
 
 
 def check_url(url: str) -> str:
-    """Return the address without a slash at its end; ConfigError if it is none, or if it holds a password or key."""
+    """Return the URL without a final slash; ConfigError if it is invalid or holds a password or key."""
     try:
         parts = urlsplit(url)
         parts.port  # noqa: B018 - raises if it is no number
@@ -85,25 +85,25 @@ def check_url(url: str) -> str:
         parts = urlsplit("")
     if set(url) & set("@?#"):
         raise ConfigError(
-            f"{hide_credentials(url)}: an address must not contain a user name, password or key, since addresses are "
-            f"printed and recorded. Put the key into the environment variable {KEY_ENV}, or the one that `key_env` "
-            "names, and leave it out here."
+            f"{hide_credentials(url)}: a URL must not contain a user name, password or key, because URLs are "
+            f"printed and stored. Put the key into the environment variable {KEY_ENV}, or the one that `key_env` "
+            "names, and remove it from the URL."
         )
     if parts.scheme not in ("http", "https") or not parts.hostname or not url.isascii() or not url.isprintable():
         raise ConfigError(
-            f"{printable_line(hide_credentials(url))} is no address; give one such as http://localhost:8000/v1."
+            f"{printable_line(hide_credentials(url))} is not a valid URL; give one such as http://localhost:8000/v1."
         )
     return url.rstrip("/")
 
 
 def hide_credentials(url: str) -> str:
-    """An address without user name, password and query."""
+    """Remove user name, password and query from a URL."""
     url = re.sub(r"^(\w+://)?.*@", rf"\g<1>{HIDDEN}@", url, flags=re.DOTALL)
     return re.sub(r"([?#]).*", rf"\1{HIDDEN}", url, flags=re.DOTALL)
 
 
 def read_key(key_env: str) -> str | None:
-    """The key of an environment variable; ConfigError, without the key, if a header cannot hold it."""
+    """Read the key from an environment variable; ConfigError, without the key, if a header cannot hold it."""
     key = os.environ.get(key_env, "").strip()
     if not (key.isascii() and key.isprintable()):
         raise ConfigError(
@@ -122,7 +122,7 @@ def request_json(
     parse: Callable[[dict[str, Any]], Result],
     sleep: Callable[[float], Any] = time.sleep,
 ) -> Result:
-    """POST JSON (GET if there is no body) and return what `parse` makes of the reply, with retries."""
+    """POST JSON (GET without a body), with retries, and return the reply after `parse`."""
     try:
         return with_retries(lambda: parse(request_once(url, body, key_env=key_env, retry=retry)), retry, sleep=sleep)
     except TransientError as error:
@@ -132,8 +132,8 @@ def request_json(
 def no_answer(url: str, error: TransientError) -> UnspoolError:
     tried = f"{error.attempts} attempt{'s' * (error.attempts > 1)}"
     return UnspoolError(
-        f"{url} gave no answer in {tried} ({printable_line(error.problem)}). Start or repair the server, or raise "
-        "--timeout if it is slow, and run this again: finished answers are kept."
+        f"{url} did not answer in {tried} ({printable_line(error.problem)}). Start or repair the server, or raise "
+        "`timeout` if it is slow, and run the same command again; finished answers are kept."
     )
 
 
@@ -160,7 +160,7 @@ def with_retries(
 
 
 def retry_delay(number: int, error: TransientError, retry: RetryPolicy) -> float:
-    """Seconds to wait after attempt `number`, from 0; random, so that many requests do not return at once."""
+    """Return seconds to wait after attempt `number`, from 0; random, so that requests do not retry all at once."""
     pause = min(MAX_PAUSE, retry.pause * 2.0**number) * (0.5 + random.random() / 2)
     return max(pause, error.retry_after or 0.0)
 
@@ -168,7 +168,7 @@ def retry_delay(number: int, error: TransientError, retry: RetryPolicy) -> float
 def request_once(
     url: str, body: Mapping[str, Any] | None, *, key_env: str = KEY_ENV, retry: RetryPolicy
 ) -> dict[str, Any]:
-    """Ask once; TransientError where another attempt may help, ConfigError where only the user can."""
+    """Send one request; TransientError if a retry may help, ConfigError if only the user can fix it."""
     check_url(url)
     key = read_key(key_env)
     headers = {"Content-Type": "application/json", "User-Agent": "unspool"}
@@ -191,7 +191,7 @@ def request_once(
     except ValueError:
         raise TransientError("garbage", "the reply is not JSON") from None
     except OSError as error:
-        # Refused and broken connections and timeouts, as themselves or inside a URLError.
+        # Refused connections, broken connections and timeouts, either directly or inside a URLError.
         cause = getattr(error, "reason", error)
         kind = "timeout" if isinstance(cause, TimeoutError) else "connection"
         raise TransientError(kind, _foreign_line(str(cause), key) or type(cause).__name__) from None
@@ -204,7 +204,7 @@ def request_once(
 
 
 class _TimedReader(io.RawIOBase):
-    """Reads a socket until a deadline that no number of small pieces moves."""
+    """Read a socket until a fixed deadline, which small pieces do not extend."""
 
     def __init__(self, sock: Any, retry: RetryPolicy) -> None:
         self._sock, self._raw, self._retry = sock, sock.makefile("rb", buffering=0), retry
@@ -218,7 +218,7 @@ class _TimedReader(io.RawIOBase):
         by = self._first_by + (self._retry.transfer if self._received else 0.0)
         left = by - time.monotonic()
         problem = (
-            f"the reply was not complete {self._retry.transfer:g} s after --timeout"
+            f"the reply was not complete {self._retry.transfer:g} s after `timeout`"
             if self._received
             else f"no reply within {self._retry.seconds:g} s"
         )
@@ -241,7 +241,7 @@ class _TimedReader(io.RawIOBase):
 
 @dataclass(frozen=True)
 class _TimedSocket:
-    """What `HTTPResponse` needs of a socket."""
+    """The part of a socket that `HTTPResponse` uses."""
 
     sock: Any
     retry: RetryPolicy
@@ -290,7 +290,7 @@ def _opener() -> urllib.request.OpenerDirector:
 
 
 def _read(response: Any, limit: int) -> bytes:
-    # In blocks: a promised length would be allocated before a byte of it has come.
+    # In blocks: otherwise the promised length would be allocated before any byte arrives.
     if (response.length or 0) > limit:
         raise _TooLargeError
     content = b"".join(iter(lambda: response.read(_BLOCK), b""))
@@ -303,7 +303,7 @@ def _read(response: Any, limit: int) -> bytes:
 
 
 def _clean(value: Any, key: str | None, depth: int = 0) -> Any:
-    """A reply without the key and without halves of surrogate pairs, which no file can hold."""
+    """Remove the key and unpaired surrogates, which no file can hold, from a reply."""
     if depth > MAX_DEPTH:
         raise RecursionError
     if isinstance(value, str):
@@ -318,14 +318,14 @@ def _clean(value: Any, key: str | None, depth: int = 0) -> Any:
 
 
 def hide_key(text: str, key: str | None) -> str:
-    """Remove a key, also as it is written in addresses, in HTML and in Base64."""
+    """Remove a key, also in its URL, HTML and Base64 encodings."""
     return _forms(key).sub(HIDDEN, text) if key and len(key) >= MIN_SECRET else text
 
 
 @cache
 def _forms(key: str) -> re.Pattern[str]:
     forms = {key, quote(key, safe=""), quote(key), html.escape(key)}
-    # Alone and as the password of Basic authentication, whose user name shifts the groups of three bytes.
+    # Alone, and as the password of Basic authentication, where the user name shifts the Base64 groups of three bytes.
     for shift in range(3):
         coded = base64.b64encode(b"\0" * shift + key.encode()).decode().rstrip("=")
         forms.add(coded[4 * (shift > 0) : -2])
@@ -333,25 +333,25 @@ def _forms(key: str) -> re.Pattern[str]:
 
 
 def printable_line(text: str, limit: int = 200) -> str:
-    """The first line of an untrusted text, without control characters."""
+    """Return the first line of an untrusted text, without control characters."""
     line = next((line for line in text.splitlines() if line.strip()), "")
     return "".join(char for char in line.strip() if char.isprintable())[:limit]
 
 
 def _foreign_line(text: str, key: str | None) -> str:
-    # Hidden last, since invisible characters may split the key.
+    # Hide the key last, since invisible characters may split it.
     return hide_key(printable_line(text[:_BLOCK], limit=_BLOCK), key)[:200]
 
 
 def _refusal(url: str, error: urllib.error.HTTPError, key: str | None, key_env: str) -> Exception:
-    """What to raise for a status that is no success."""
+    """Return the exception for an HTTP status that is not a success."""
     problem = f"HTTP {error.code}: {_error_message(error, key)}"
     if error.code in TRANSIENT_STATUS:
         wait = _retry_after(error.headers.get("Retry-After"))
         if wait is not None and wait > MAX_RETRY_AFTER:
             return UnspoolError(
-                f"{url} asks to wait {wait:.0f} s before the next request ({problem}). Run this again then: finished "
-                "answers are kept."
+                f"{url} demands a pause of {wait:.0f} s before the next request ({problem}). Run the command again "
+                "after that; finished answers are kept."
             )
         return TransientError(f"http_{error.code}", problem, wait)
     if 300 <= error.code < 400:
@@ -359,17 +359,17 @@ def _refusal(url: str, error: urllib.error.HTTPError, key: str | None, key_env: 
         return RefusedError(
             error.code,
             problem,
-            f"{url} redirects to {target} (HTTP {error.code}), which is not followed: key and prompts go only to the "
-            "address that you gave. If you trust the other address, give it instead.",
+            f"{url} redirects to {target} (HTTP {error.code}). Redirects are not followed, because key and prompts go "
+            "only to the URL that you gave. If you trust the other URL, give it instead.",
         )
-    remedy = "Check the address, the model's name on the server and the key."
+    remedy = "Check the URL, the model's name on the server and the key."
     if error.code in (401, 403):
         remedy = f"Check the key in the environment variable {key_env}{'' if key else ', which is not set'}."
     return RefusedError(error.code, problem, f"{url} refuses the request ({problem}). {remedy}")
 
 
 def _retry_after(value: str | None) -> float | None:
-    """Seconds from a `Retry-After` header, which holds seconds or a date; None if it holds neither."""
+    """Parse a `Retry-After` header, which holds seconds or a date; None if it holds neither."""
     try:
         seconds = float(value or "")
     except ValueError:

@@ -1,7 +1,7 @@
-"""One writer per folder, by a lock that the kernel releases when the process ends, whatever ends it.
+"""One writer per folder, enforced by a lock that the kernel releases whenever the process ends.
 
-The lock file says who holds it. On a file system without locks a lease takes its place: a file that its holder renews
-every few seconds, and that another process takes over when nobody has renewed it for a while.
+The lock file names the process that holds it. On a file system without locks, a lease replaces the lock: a file that
+its holder renews every few seconds. Another process takes the lease over if it has not been renewed for a while.
 """
 
 import errno
@@ -26,8 +26,8 @@ from unspool.core.formatting import excerpt, one_line
 logger = logging.getLogger(__name__)
 
 LOCK = ".unspool.lock"
-LEASE = ".lease"  # added to the name of the lock file
-# What `flock` answers where the file system, such as some NFS and Lustre mounts, has no locks.
+LEASE = ".lease"  # suffix of the lock file's name
+# What `flock` returns where the file system has no locks, such as some NFS and Lustre mounts.
 NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS}
 RENEW_SECONDS = 5.0
 EXPIRE_SECONDS = 30.0
@@ -37,9 +37,9 @@ _held: set[int] = set()  # descriptors of this process
 
 @contextmanager
 def lock_run(folder: Path, *, shared: bool = False) -> Iterator[None]:
-    """Be the only writer of a run's folder; BusyError names the process that is. Creates the folder.
+    """Lock a run's folder for writing; BusyError names the process that holds the lock. Creates the folder.
 
-    Several processes can hold a `shared` lock, and none beside it an exclusive one.
+    Several processes can hold a `shared` lock at the same time; an exclusive lock excludes all others.
     """
     with _lock(folder / LOCK, folder, fcntl.LOCK_SH if shared else fcntl.LOCK_EX):
         yield
@@ -47,7 +47,7 @@ def lock_run(folder: Path, *, shared: bool = False) -> Iterator[None]:
 
 @contextmanager
 def lock_output(path: Path) -> Iterator[None]:
-    """Be the only writer of a file or folder: of the run that it is in, or else of itself, by a file beside it."""
+    """Lock a file or folder for writing: the run that contains it, or else the path itself by a file next to it."""
     path = path.resolve()
     run = next((one for one in (path, *path.parents) if (one / LOCK).is_file() or (one / "run.json").is_file()), None)
     if run is not None:
@@ -60,7 +60,7 @@ def lock_output(path: Path) -> Iterator[None]:
 
 @contextmanager
 def wait_for_lock(path: Path) -> Iterator[None]:
-    """Lock a file, waiting for as long as another process has it."""
+    """Lock a file; wait while another process holds it."""
     with ExitStack() as stack:
         waited = False
         while True:
@@ -76,7 +76,7 @@ def wait_for_lock(path: Path) -> Iterator[None]:
 
 
 def _make_folder(folder: Path) -> list[Path]:
-    """Create a folder; returns those that were missing, the deepest first."""
+    """Create a folder; return the folders that were missing, the deepest first."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     return missing
@@ -100,7 +100,7 @@ def _lock_file(path: Path, what: Path, mode: int) -> Iterator[None]:
         descriptor, problem = _take_lock(path, what, mode)
     if descriptor is None:
         logger.warning(
-            f"{path.parent}: this file system has no locks ({problem}); using a lease instead, which is renewed every "
+            f"{path.parent}: this file system has no locks ({problem}); using a lease instead, renewed every "
             f"{RENEW_SECONDS:g} s"
         )
         with _lease(path.with_name(path.name + LEASE), what):
@@ -113,7 +113,7 @@ def _lock_file(path: Path, what: Path, mode: int) -> Iterator[None]:
         yield
     finally:
         if os.getpid() == owner:  # not in a forked process
-            # Only the last holder of a shared lock may remove the file; whoever opened it meanwhile notices.
+            # Only the last holder of a shared lock may remove the file. A process that opened it meanwhile notices.
             with suppress(OSError):
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 path.unlink()
@@ -122,7 +122,7 @@ def _lock_file(path: Path, what: Path, mode: int) -> Iterator[None]:
 
 
 def _take_lock(path: Path, what: Path, mode: int) -> tuple[int | None, str]:
-    """The descriptor of the locked file; None and the reason if there are no locks."""
+    """Return the descriptor of the locked file; None and the reason if there are no locks."""
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
@@ -150,7 +150,7 @@ def _is_at(descriptor: int, path: Path) -> bool:
 
 
 def _close_in_child() -> None:
-    """A forked process shares the lock, and would keep it after its parent has died."""
+    """Close the lock in a forked process, which would otherwise keep it after its parent has died."""
     for descriptor in _held:
         with suppress(OSError):
             os.close(descriptor)
@@ -160,7 +160,7 @@ def _close_in_child() -> None:
 os.register_at_fork(after_in_child=_close_in_child)
 
 
-# Who holds it
+# The holder
 
 
 def _write_holder(descriptor: int) -> None:
@@ -170,13 +170,13 @@ def _write_holder(descriptor: int) -> None:
         "started": datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),
         "command": " ".join(["unspool", *sys.argv[1:]]),
     }
-    with suppress(OSError):  # a full disk; what cannot work there fails with its own message
+    with suppress(OSError):  # the disk is full; the next write fails with its own message
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, json.dumps(holder).encode(), 0)
 
 
 def _read_holder(descriptor: int, *, seconds: float = 1.0) -> dict[str, Any]:
-    """What the holder has written; it may be about to do so."""
+    """Read what the holder has written; wait up to `seconds`, since it may still be writing."""
     deadline = time.monotonic() + seconds
     while True:
         with suppress(ValueError):
@@ -198,7 +198,7 @@ def _describe(what: Path, holder: dict[str, Any]) -> str:
     return f"{what} is in use: {who}. Wait for it to end, stop it, or use another folder."
 
 
-# Without locks
+# Leases
 
 
 @contextmanager
@@ -209,8 +209,8 @@ def _lease(path: Path, what: Path) -> Iterator[None]:
     def renew() -> None:
         while not ended.wait(RENEW_SECONDS):
             if not _is_at(descriptor, path):
-                # This process was suspended for so long that another one took over.
-                print(f"error: {what}: another process has taken over the lease of this one", file=sys.stderr)
+                # This process was suspended for so long that another one took the lease over.
+                print(f"error: {what}: another process took over this process's lease; stopping", file=sys.stderr)
                 os._exit(2)
             os.utime(descriptor)
 
@@ -238,7 +238,7 @@ def _take_lease(path: Path, what: Path) -> int:
 
 
 def _remove_expired(path: Path, what: Path) -> None:
-    """Remove a lease that nobody renews; BusyError as soon as somebody does."""
+    """Remove a lease that is not renewed; BusyError if it is."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         holder = _read_holder(descriptor)
@@ -247,7 +247,7 @@ def _remove_expired(path: Path, what: Path) -> None:
     seen = path.stat()
     if not _has_died(holder):
         logger.info(f"{what}: waiting up to {EXPIRE_SECONDS:g} s for another process to renew its lease")
-        # Only changes count, so that the clocks of two hosts may differ.
+        # Compare changes and not times, because the clocks of two hosts may differ.
         deadline = time.monotonic() + EXPIRE_SECONDS
         while time.monotonic() < deadline:
             time.sleep(min(0.5, RENEW_SECONDS / 5))
@@ -257,14 +257,14 @@ def _remove_expired(path: Path, what: Path) -> None:
     aside = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
     path.rename(aside)
     if aside.stat().st_ino != seen.st_ino:
-        # A third process was faster, and this is its new lease.
+        # A third process was faster; this is its new lease.
         with suppress(FileExistsError):
             os.link(aside, path)
     aside.unlink()
 
 
 def _has_died(holder: dict[str, Any]) -> bool:
-    """Whether the holder is known to be dead, because it ran on this host."""
+    """Return whether the holder is known to be dead, which only its own host can tell."""
     if holder.get("host") != socket.gethostname() or not isinstance(holder.get("pid"), int):
         return False
     try:

@@ -1,4 +1,4 @@
-"""Where the time of a piece of work goes: seconds by phase."""
+"""Time by phase, in seconds."""
 
 import os
 import time
@@ -27,7 +27,7 @@ class Phases:
         self.seconds[name] = self.seconds.get(name, 0.0) + seconds
 
     def add_before(self, name: str, seconds: float) -> None:
-        """Add a phase that had passed when this object was made."""
+        """Add a phase that ended before this object was created."""
         self.seconds = {name: seconds} | self.seconds
         self._began -= seconds
 
@@ -36,7 +36,7 @@ class Phases:
         return {name: round(seconds, 2) for name, seconds in self.seconds.items()} | {"total": round(self._total(), 2)}
 
     def text(self) -> str:
-        """`12.3 s (load 3.1, first step 8.0, other 1.2)`"""
+        """Format as `12.3 s (load 3.1, first step 8.0, other 1.2)`."""
         total = self._total()
         shown = self.seconds | {"other": total - sum(self.seconds.values())}
         parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in shown.items() if seconds >= 0.05)
@@ -47,7 +47,7 @@ class Phases:
 
 
 def process_seconds() -> float | None:
-    """Seconds since this process was started; None where the system does not tell."""
+    """Return seconds since this process was started; None if the system does not report it."""
     try:
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         return time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")

@@ -25,8 +25,8 @@ from unspool.core.console import PlainConsole
 logger = logging.getLogger(__name__)
 # Progress goes to stderr, so that `--json` on stdout stays clean.
 console = PlainConsole(stderr=True)
-# Without a terminal, a long job logs a line after every tenth of its work. MIN_SECONDS lie between two lines and at
-# most MAX_SECONDS, so that a log shows that the job is alive, or when it stopped.
+# Without a terminal, a long job logs a line after every tenth of its work. Lines are at least MIN_SECONDS and at most
+# MAX_SECONDS apart, so that a log shows whether the job is alive, or when it stopped.
 LINES = 10
 MIN_SECONDS, MAX_SECONDS = 30.0, 300.0
 # Below this many columns only the text is shown, without the bar.
@@ -60,12 +60,12 @@ def progress_bar(label: str, total: int | None) -> Iterator[Advance]:
 
 @contextmanager
 def long_bar(label: str, total: int, *, clock: Callable[[], float] = time.monotonic) -> Iterator[Advance]:
-    """Show a bar for work that takes hours; without a terminal, log a line now and then."""
+    """Show a bar for work that takes hours; without a terminal, log lines at intervals."""
     if not console.is_terminal or not logger.isEnabledFor(logging.INFO):
         yield _LogLines(label, total, clock)
         return
     bar = (BarColumn(bar_width=None),) if console.width >= NARROW else ()
-    # A note that is too long is cut at its end; the count never is.
+    # A note that is too long is cut at its end; the count is never cut.
     count = MofNCompleteColumn(table_column=Column(min_width=2 * len(str(total)) + 1, no_wrap=True))
     columns = (
         TextColumn("{task.description}", markup=False),
@@ -81,7 +81,7 @@ def long_bar(label: str, total: int, *, clock: Callable[[], float] = time.monoto
 def _live_bar(
     columns: tuple[ProgressColumn, ...], label: str, total: int | None, *, expand: bool = False
 ) -> Iterator[Advance]:
-    # Log lines appear above the bar without redirection, and redirected streams would act on control sequences.
+    # Log lines appear above the bar without redirection. Redirected streams would act on control sequences.
     shown = Progress(
         *columns, console=console, transient=True, expand=expand, redirect_stdout=False, redirect_stderr=False
     )
@@ -95,12 +95,12 @@ def _live_bar(
 
 
 class _LogLines:
-    """Log the first note, the last one, and some in between."""
+    """Log the first note, the last one, and some between them."""
 
     def __init__(self, label: str, total: int, clock: Callable[[], float]) -> None:
         self._label, self._total, self._clock = label, total, clock
         self._done = 0
-        self._last_line: tuple[int, float] | None = None  # items done, and the time
+        self._last_line: tuple[int, float] | None = None  # items done, time
 
     def __call__(self, amount: int, note: str = "", /) -> None:
         self._done += amount

@@ -41,7 +41,7 @@ def stratified_wilson(strata: Sequence[Sequence[float]]) -> tuple[float, float]:
 
 
 def bootstrap(scores: Sequence[float], *, draws: int = 2000) -> tuple[float, float]:
-    """Return the middle 95% of bootstrap means, with a fixed seed."""
+    """Return the 95% percentile bootstrap interval of the mean, with a fixed seed."""
     values = np.asarray(scores, dtype=np.float64)
     rng = np.random.default_rng(len(values))
     means = values[rng.integers(len(values), size=(draws, len(values)))].mean(axis=1)
@@ -51,12 +51,12 @@ def bootstrap(scores: Sequence[float], *, draws: int = 2000) -> tuple[float, flo
 
 
 def could_tell(n: int, comparisons: int = 1) -> bool:
-    """Whether n prompts could show a difference at all, even if all of them agreed: by a sign test, from n = 6 on."""
+    """Return whether n prompts can show a difference if all of them agree: by a sign test, for n of at least 6."""
     return 2.0 ** (1 - n) * max(1, comparisons) < ALPHA
 
 
 def score_interval(scores: Sequence[float]) -> tuple[float, float]:
-    """Return Wilson's interval for scores of 0 and 1, else a bootstrap; a few graded scores tell nothing of others."""
+    """Return Wilson's interval for scores of 0 and 1, else a bootstrap interval. Too few graded scores give 0 to 1."""
     if all(score in (0.0, 1.0) for score in scores):
         return wilson(sum(scores), len(scores))
     return bootstrap(scores) if could_tell(len(scores)) else (0.0, 1.0)
@@ -71,8 +71,8 @@ def standard_error(values: np.ndarray) -> tuple[float, float]:
 def agresti_min(differences: np.ndarray) -> tuple[float, float]:
     """Return mean and standard error of paired differences in [-1, 1] by Agresti and Min.
 
-    Half an observation is added to each of the four outcomes of a pair. Without this, n pairs that all agree would
-    count as certainty, however few they are.
+    Half an observation is added to each of the four outcomes of a pair. Without this, a few pairs that all agree would
+    count as certain.
     """
     n = len(differences)
     mean = float(differences.sum()) / (n + 2)
@@ -104,7 +104,7 @@ def t_p_value(statistic: float, degrees: int) -> float:
 
 
 def sign_test(lead: int, n: int) -> float:
-    """Return the two-sided p-value of n coin flips in which heads lead tails by `lead`."""
+    """Return the two-sided p-value of n coin flips with `lead` more heads than tails."""
     from scipy.stats import binomtest
 
     return float(binomtest((n + lead) // 2, n).pvalue)

@@ -1,4 +1,4 @@
-"""One table for pages, Markdown and the terminal; the macro in table.html.j2 writes it as HTML."""
+"""One table class for pages, Markdown and the terminal; the macro in table.html.j2 renders it as HTML."""
 
 import re
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from unspool.core.formatting import printable
 if TYPE_CHECKING:
     from rich.table import Table as RichTable
 
-# What Markdown, or HTML inside it, could take for markup.
+# Characters that Markdown, or HTML inside it, could take for markup.
 _MARKUP = re.compile(r"([\\`*_\[\]|~#!{}])")
 
 
@@ -22,18 +22,18 @@ class Entry:
     note: str = ""
     tooltip: str = ""
     strong: bool = False
-    range: tuple[float, float] | None = None  # interval by which a column is compared
+    range: tuple[float, float] | None = None  # interval for comparisons within a column
 
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
     caption: str
     columns: Sequence[str]
-    rows: Sequence[Sequence[Entry]]  # the first entry of a row names it
+    rows: Sequence[Sequence[Entry]]  # the first entry of a row is its name
     numeric: bool = True
     note: str = ""  # how to read it
-    stacked: bool = False  # notes of cells below their texts, where both are long
-    num_totals: int = 0  # so many of the last rows are totals
+    stacked: bool = False  # show notes below the texts of cells, if both are long
+    num_totals: int = 0  # number of last rows that are totals
 
     @property
     def body(self) -> Sequence[Sequence[Entry]]:
@@ -44,7 +44,7 @@ class Table:
         return self.rows[len(self.rows) - self.num_totals :]
 
     def select(self, columns: slice) -> "Table":
-        """The first column and some of the others, counted without the first."""
+        """Keep the first column and a slice of the others."""
         rows = [[row[0], *row[1:][columns]] for row in self.rows]
         return replace(self, columns=[self.columns[0], *self.columns[1:][columns]], rows=rows)
 
@@ -54,14 +54,14 @@ def entries(*texts: str) -> list[Entry]:
 
 
 def escape_markdown(text: str) -> str:
-    """One line in which nothing is markup."""
+    """Return the text as one line in which nothing is markup."""
     one_line = " ".join(printable(text).split())
     escaped = one_line.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return _MARKUP.sub(r"\\\1", escaped)
 
 
 def markdown_lines(columns: Sequence[str], rows: Sequence[Sequence[str]], *, numeric: bool = False) -> list[str]:
-    """A Markdown table of cells that are Markdown already; only bars are escaped if they are not."""
+    """Render a Markdown table of Markdown cells; only unescaped bars are escaped."""
     ends = [" --- |" if at == 0 or not numeric else " ---: |" for at in range(len(columns))]
     return [_markdown_line(columns), "|" + "".join(ends), *(_markdown_line(row) for row in rows)]
 
@@ -71,7 +71,7 @@ def _markdown_line(cells: Sequence[str]) -> str:
 
 
 def markdown_table(table: Table) -> str:
-    """Caption, table and note; every text is escaped."""
+    """Render caption, table and note; every text is escaped."""
     rows = [[_markdown_cell(entry) for entry in row] for row in table.rows]
     lines = [f"**{escape_markdown(table.caption)}**", ""]
     lines += markdown_lines([escape_markdown(column) for column in table.columns], rows, numeric=table.numeric)
@@ -85,7 +85,7 @@ def _markdown_cell(entry: Entry) -> str:
 
 
 def terminal_table(table: Table, *, wrap_columns: bool = False) -> "RichTable":
-    """The rows for a `rich` console, without caption and notes; totals and strong entries are bold."""
+    """Render the rows for a `rich` console, without caption and notes; totals and strong entries are bold."""
     from rich.table import Table as RichTable
     from rich.text import Text
 

@@ -1,1 +1,1 @@
-"""Raw text to tokenized documents (corpus) to fixed-length rows, and the order rows are trained in."""
+"""From raw text to tokenized documents (corpus), to fixed-length rows, to the order of training rows."""

@@ -1,12 +1,12 @@
-"""Histograms of document lengths in powers of two, and tables made of them.
+"""Histograms of document lengths in powers of two, and their tables.
 
 A histogram is a plain dict for manifests and `--json`:
 
     {"at_least": [512, 1024], "documents": [3, 1], "tokens": [1700, 1200]}
 
-A bin holds the lengths from `at_least` to below twice that; empty bins at both ends are omitted. Sums are exact, and
-the histograms of parts add up to the histogram of the whole. Thresholds must be powers of two and mean "at least":
-ProLong's Table 14 says ">4K", which excludes a document of exactly 4,096 tokens that counts here.
+A bin holds lengths from `at_least` to below twice that; empty bins at both ends are omitted. Sums are exact, and
+histograms of parts add up to the histogram of the whole. Thresholds must be powers of two and mean "at least":
+ProLong's Table 14 says ">4K", which excludes a document of exactly 4,096 tokens; here it counts.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,7 +26,7 @@ _NUM_BINS = 54  # lengths stay below 2**53
 
 
 class Lengths:
-    """Counts lengths incrementally."""
+    """Count lengths incrementally."""
 
     def __init__(self) -> None:
         self._documents = np.zeros(_NUM_BINS, dtype=np.int64)
@@ -64,7 +64,7 @@ def histogram(lens: np.ndarray) -> Histogram:
 
 
 def add_up(histograms: Iterable[Histogram]) -> Histogram:
-    """Add histograms up."""
+    """Sum histograms."""
     sums: dict[int, list[int]] = {}
     for each in histograms:
         for edge, documents, tokens in zip(each["at_least"], each["documents"], each["tokens"], strict=True):
@@ -87,13 +87,13 @@ def from_length(lengths: Histogram, at_least: int) -> tuple[int, int]:
 
 
 def shares_from(lengths: Histogram, thresholds: Sequence[int] = SHARE_COLUMNS) -> list[float | None]:
-    """Shares of documents with at least that many tokens, as in Table 14; None without documents."""
+    """Return the shares of documents with at least these lengths, as in Table 14; None without documents."""
     total = sum(lengths["documents"])
     return [from_length(lengths, threshold)[0] / total if total else None for threshold in thresholds]
 
 
 def by_edges(lengths: Histogram, edges: Sequence[int] = TABLE_EDGES) -> Histogram:
-    """The histogram in the coarser bins of a table; the first starts at 0."""
+    """Convert a histogram to the coarser bins of a table; the first bin starts at 0."""
     above = [(sum(lengths["documents"]), sum(lengths["tokens"])), *(from_length(lengths, edge) for edge in edges)]
     steps = [*above[1:], (0, 0)]
     return {
@@ -104,6 +104,6 @@ def by_edges(lengths: Histogram, edges: Sequence[int] = TABLE_EDGES) -> Histogra
 
 
 def imbalance_of(counts: Mapping[str, Any]) -> int:
-    """By how many tokens the counts of a dataset, or of one of its sources, do not add up; 0 is correct."""
+    """Return the number of tokens by which the counts of a dataset or source do not add up; 0 is correct."""
     into = counts["tokens_in"] + counts.get("tokens_added", 0)
     return int(into - counts["tokens"] - sum(counts["dropped"].values()))

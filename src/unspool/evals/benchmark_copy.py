@@ -23,7 +23,7 @@ _HASH_LENGTH = 16
 # Files that git may check out with other line endings.
 _TEXT_FILES = {".py", ".sh", ".txt", ".yaml", ".yml"}
 _NAMED_FILES = 5
-OWN_WORDS = "wording and data are not the benchmark's; --reference PATH uses the benchmark's own"
+OWN_WORDS = "wording and data are not the benchmark's; set reference to use its own"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,7 +40,7 @@ def resolve(evals: Sequence[EvalConfig], backend: Backend) -> list[EvalConfig]:
     ):
         raise ConfigError(
             f"every question is longer than the model's context of {context.tokens} tokens ({context.source}), and "
-            "such questions are skipped; use shorter lengths, or --beyond-context with truncate or ask."
+            "such questions are skipped; use shorter lengths, or `beyond_context` with truncate or ask."
         )
     return found
 
@@ -66,7 +66,7 @@ def notice(found: Mapping[str, Any], questions: Mapping[int, int], total: int) -
     return (
         f"{sum(questions.values())} of {total} questions are longer than the model's context of {found['context']} "
         f"tokens ({found['source']}), at lengths {lengths}. They are {done} and marked in the results. "
-        f"Other settings of --beyond-context (recipe key beyond_context): {_OTHERS[policies[0]]}"
+        f"Other settings of `beyond_context`: {_OTHERS[policies[0]]}"
     )
 
 

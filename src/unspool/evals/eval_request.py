@@ -128,31 +128,29 @@ def check_request(
         of_suites = ("tasks", "paths", "wording", "answer_tokens", "value", "preset", "beyond_context", "reference")
         for name in (*of_suites, "suite_settings"):
             if given.get(name):
-                option = {"paths": "path"}.get(name, name).replace("_", "-")
                 raise ConfigError(
-                    f"--{option} needs --suite or --lengths; without them, eval chooses the questions itself."
+                    f"`{name}` needs `suite` or `lengths`; without them, the evaluation chooses the questions itself."
                 )
     elif given.get("budget") is not None:
-        raise ConfigError("--budget works only without --suite and --lengths; use --samples instead.")
+        raise ConfigError("`budget` works only without `suite` and `lengths`; use `samples` instead.")
     chosen = suites if suites is not None else list(DEFAULT_SUITES)
     wanted = list(lengths) if lengths else _preset_lengths(chosen, settings.get("preset"))
     override = rope_override(
         settings.get("rope"), settings.get("context"), None if is_short or is_look else parse_lengths(wanted)
     )
     backend = settings.get("backend", "transformers")
-    lookup(BACKENDS, backend, kind="--backend")
-    lookup({name: name for name in ENDPOINTS}, settings.get("endpoint", "auto"), kind="--endpoint")
+    lookup(BACKENDS, backend, kind="`backend`")
+    lookup({name: name for name in ENDPOINTS}, settings.get("endpoint", "auto"), kind="`endpoint`")
     beyond = settings.get("beyond_context")
     if beyond is not None:
-        lookup(DONE, beyond, kind="--beyond-context")
+        lookup(DONE, beyond, kind="`beyond_context`")
     if is_short and settings.get("processes", 1) > 1:
-        raise ConfigError(f"--suite {SHORT} runs lm-eval in one process; remove --processes.")
+        raise ConfigError(f"`suite={SHORT!r}` runs lm-eval in one process; remove `processes`.")
     if is_short and backend not in SHORT_BACKENDS:
-        raise ConfigError(f"--suite {SHORT} supports only --backend {' or '.join(SHORT_BACKENDS)}, not {backend}.")
+        raise ConfigError(f"`suite={SHORT!r}` supports only `backend` {' or '.join(SHORT_BACKENDS)}, not {backend}.")
     for name in ("beyond_context", "reference"):
         if is_short and given.get(name) is not None:
-            option = name.replace("_", "-")
-            raise ConfigError(f"--{option} has no effect on --suite {SHORT}, which runs lm-eval tasks; remove it.")
+            raise ConfigError(f"`{name}` has no effect on `suite={SHORT!r}`, which runs lm-eval tasks; remove it.")
     options = {key: given.get(key) for key in OF_SUITES}
     options |= {"samples": settings.get("samples") or SAMPLES, "tasks": list(settings.get("tasks") or [])}
     options["suite_settings"] = dict(settings.get("suite_settings") or {})
@@ -172,39 +170,39 @@ def chosen_evals(suites: Sequence[str], lengths: Sequence[Length], **options: An
     """Build entries of `evals` from options. Every suite gets the options that its config class has."""
     names, sizes = list(dict.fromkeys(suites)), parse_lengths(lengths)
     if not names or not sizes:
-        raise ConfigError("eval needs at least one suite and one length, such as --suite niah --lengths 2K,8K.")
-    chosen = {name: lookup(SUITES, name, kind="--suite") for name in names}
+        raise ConfigError("pass at least one suite and one length, such as `suite='niah', lengths=['2K', '8K']`.")
+    chosen = {name: lookup(SUITES, name, kind="`suite`") for name in names}
     with_tasks = [name for name, suite in chosen.items() if suite.tasks]
     if options.get("tasks") and len(with_tasks) != 1:
-        raise ConfigError(f"--tasks needs exactly one suite with tasks: {', '.join(TASK_SUITES)} or {SHORT}.")
+        raise ConfigError(f"`tasks` needs exactly one suite with tasks: {', '.join(TASK_SUITES)} or {SHORT}.")
     for key in ("wording", "reference"):
         known = [name for name, suite in SUITES.items() if key in suite.config.model_fields]
         if options.get(key) and with_tasks not in [[name] for name in known]:
-            raise ConfigError(f"--{key} needs exactly one suite, one of: {', '.join(known)}.")
+            raise ConfigError(f"`{key}` needs exactly one suite, one of: {', '.join(known)}.")
     own = options.pop("suite_settings", {})
     _check_suite_settings(own, chosen)
     value = options.pop("value", None)
-    takers = lookup(_suites_by_value(), value, kind="--value") if value else []
+    takers = lookup(_suites_by_value(), value, kind="`value`") if value else []
     if value and not set(takers) & set(names):
         raise ConfigError(
-            f"--value {value} works only with {' and '.join(sorted(takers))}, not with {', '.join(names)}."
+            f"`value={value!r}` works only with {' and '.join(sorted(takers))}, not with {', '.join(names)}."
         )
     return [_entry(name, sizes, options | ({"value": value} if name in takers else {}) | own) for name in names]
 
 
 def _check_suite_settings(own: Mapping[str, Any], suites: Mapping[str, Suite]) -> None:
-    """Refuse keys that no suite has, and keys that have their own option."""
+    """Refuse keys that no suite has, and keys that have their own argument."""
     known = {key for suite in suites.values() for key in suite.config.model_fields}
     free = known - set(EvalSettings.__annotations__) - {"suite", "lengths", "length", "after"}
     for key in own:
         if key not in known:
-            raise ConfigError(f"suite_settings: {' and '.join(suites)} has no key {key!r}{did_you_mean(key, free)}")
+            raise ConfigError(f"`suite_settings`: {' and '.join(suites)} has no key {key!r}{did_you_mean(key, free)}")
         if key not in free:
-            raise ConfigError(f"suite_settings: {key!r} has its own option; use that.")
+            raise ConfigError(f"`suite_settings`: {key!r} has its own argument, `{key}`; use that.")
 
 
 def _suites_by_value() -> dict[str, list[str]]:
-    """Suites by supported --value."""
+    """Suites by supported `value`."""
     found: dict[str, list[str]] = {}
     for name, suite in SUITES.items():
         for value in _choices(suite.config, "value"):
@@ -223,37 +221,37 @@ def _entry(name: str, lengths: list[int], options: dict[str, Any]) -> EvalConfig
     for key, value in options.items():
         allowed = _choices(config, key)
         if allowed and value is not None and value not in allowed:
-            raise ConfigError(f"--{key} {value!r} is not known; use {', '.join(allowed)}.")
+            raise ConfigError(f"`{key}` {value!r} is not known; use {', '.join(allowed)}.")
     # A suite with a single length measures all positions up to that length.
     known = {"lengths": lengths, "length": lengths[-1], **options}
     # Missing options keep the preset's value or the default.
     given = {key: value for key, value in known.items() if key in config.model_fields and value not in (None, [], {})}
     if known.get("preset") and "preset" not in config.model_fields:
-        raise ConfigError(f"--preset: suite {name} has no presets.")
+        raise ConfigError(f"`preset`: suite {name} has no presets.")
     try:
         return config.model_validate({"suite": name, **given})
     except ValidationError as error:
         found = [problem["msg"].removeprefix("Value error, ") for problem in error.errors()]
-        raise ConfigError(f"--suite {name}: {'; '.join(found)}.") from error
+        raise ConfigError(f"`suite={name!r}`: {'; '.join(found)}.") from error
 
 
 def _preset_lengths(suites: Sequence[str], preset: str | None) -> list[Length]:
     """Lengths of the preset (for one suite at a time), else the default."""
     if preset is not None and len(suites) != 1:
-        raise ConfigError("--preset needs exactly one suite, such as --suite lveval.")
+        raise ConfigError("`preset` needs exactly one suite, such as `suite='lveval'`.")
     known = SUITES[suites[0]].config.presets if preset and suites[0] in SUITES else {}
     return list(known.get(preset or "", {}).get("lengths", [])) or list(DEFAULT_LENGTHS)
 
 
 def parse_lengths(lengths: Sequence[Length]) -> list[int]:
-    return sorted({_length(length, "--lengths") for length in lengths})
+    return sorted({_length(length, "lengths") for length in lengths})
 
 
-def _length(length: Length, option: str) -> int:
+def _length(length: Length, argument: str) -> int:
     try:
         return parse_size(length)
     except ValueError as error:
-        raise ConfigError(f"{option} {str(length).strip()!r}: {error}.") from error
+        raise ConfigError(f"`{argument}` {str(length).strip()!r}: {error}.") from error
 
 
 def rope_override(
@@ -262,12 +260,12 @@ def rope_override(
     """Return `rope` with its target context length: `context`, or the longest of `lengths`."""
     if rope is None:
         if context is not None:
-            raise ConfigError("--context sets the target length of --rope; also pass --rope, such as yarn.")
+            raise ConfigError("`context` sets the target length of `rope`; also pass `rope`, such as yarn.")
         return None
     if context is not None:
-        reach = _length(context, "--context")
+        reach = _length(context, "context")
     elif lengths is not None:
         reach = max(lengths, default=0)
     else:
-        raise ConfigError("without --lengths, --rope needs a target context length, such as --context 32K.")
+        raise ConfigError("without `lengths`, `rope` needs a target context length, such as `context='32K'`.")
     return RopeOverride(rope=rope, context_length=reach)

@@ -156,7 +156,7 @@ class OneLook:
         if not self.tasks:
             raise ConfigError(
                 f"no question fits the shortest length, {self.lengths[0]} tokens; the model's context is too short. "
-                "Choose a suite and lengths yourself: --suite niah --lengths LENGTH."
+                "Choose a suite and lengths yourself: `suite='niah', lengths=LENGTH`."
             )
         self._units = {_key(unit): unit for planned in self.tasks.values() for unit in planned.units}
 

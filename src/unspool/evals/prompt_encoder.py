@@ -74,7 +74,7 @@ class PromptEncoder:
             if chat == "off":
                 raise ConfigError(
                     "chat: off, but the chat endpoint always applies the server's template; use chat: auto, or "
-                    "--endpoint text."
+                    "`endpoint='text'`."
                 )
             return True
         if chat == "on" and not self.has_template:

@@ -158,10 +158,10 @@ def _check_backend(evals: Sequence[EvalConfig], backend: Backend) -> None:
         if suite.needs_losses and not backend.has_losses:
             raise ConfigError(
                 f"suite {suite.name} needs token losses, which this backend cannot compute; remove the suite or "
-                "use --backend transformers."
+                "use `backend='transformers'`."
             )
         if suite.runs_model and backend.options is None:
-            raise ConfigError(f"suite {suite.name} loads the model itself; use --backend transformers.")
+            raise ConfigError(f"suite {suite.name} loads the model itself; use `backend='transformers'`.")
 
 
 def scoring_identity(scoring: Scoring, backend: Backend, beyond: dict[str, Any] | None) -> dict[str, Any]:

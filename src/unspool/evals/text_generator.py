@@ -4,6 +4,7 @@ import logging
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -43,6 +44,15 @@ class GenerationOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class TextAnswer:
+    """An answer of a model, with token counts and times.
+
+    Example:
+        >>> import unspool
+        >>> answer = unspool.generate("asset:tiny-base", "Once upon a time", device="cpu", max_new_tokens=8)
+        >>> answer.finish_reason, answer.prompt_tokens > 0
+        ('length', True)
+    """
+
     question: str
     text: str
     finish_reason: Literal["stop", "length"] | None  # None for a server
@@ -59,21 +69,35 @@ class TextAnswer:
 class TextGenerator:
     """Answers questions about texts. Does not read a text again if the previous question used it.
 
-    The first question loads the weights, after its prompt is checked.
+    `load_generator` makes one. Weights are loaded with the first question, after its prompt was checked.
+
+    Example:
+        >>> import unspool
+        >>> generator = unspool.load_generator("asset:tiny-base", device="cpu", max_new_tokens=4)
+        >>> generator.context_length
+        256
     """
 
-    def __init__(self, model: BackendOptions, options: GenerationOptions = GenerationOptions()) -> None:  # noqa: B008
+    def __init__(
+        self,
+        model: BackendOptions,
+        options: GenerationOptions = GenerationOptions(),  # noqa: B008
+        *,
+        live: Any = None,
+    ) -> None:
+        """`live` is the backend of a model in memory."""
         if model.kind not in ("transformers", "openai"):
-            raise ConfigError(f"--backend {model.kind} does not generate readable text; use transformers or openai.")
+            raise ConfigError(f"`backend={model.kind!r}` does not generate readable text; use transformers or openai.")
         self._model, self._options = model, options
         if model.kind == "openai" and model.endpoint is None:
             # All servers have these endpoints; not all accept token ids.
             model = replace(model, endpoint="chat" if self.uses_chat else "text")
-        backend: Any = build_backend(model)
+        backend: Any = live or build_backend(model)
         backend.connect()
         if backend.form.endpoint == "chat" and options.chat == "off":
             raise ConfigError(
-                "--chat off, but the chat endpoint always applies the server's template; use --endpoint text."
+                "`chat='off'` has no effect on the chat endpoint, which always applies the server's template; use "
+                "`endpoint='text'`."
             )
         if model.kind == "openai" and options.sampling.temperature:
             backend.server = replace(backend.server, sampling=asdict(options.sampling))
@@ -107,10 +131,11 @@ class TextGenerator:
             on_text(pieces[0])
         else:
             cached = self._generator.reusable(ids)
-            for piece in _text_pieces(self._tokenizer, self._tokens(ids, cached, max_new_tokens), tokens):
-                first = first if pieces else time.monotonic()
-                pieces.append(piece)
-                on_text(piece)
+            with nullcontext() if self._live is None else self._live.answering():
+                for piece in _text_pieces(self._tokenizer, self._tokens(ids, cached, max_new_tokens), tokens):
+                    first = first if pieces else time.monotonic()
+                    pieces.append(piece)
+                    on_text(piece)
         is_local = self._model.kind != "openai"
         return TextAnswer(
             question=question,
@@ -142,6 +167,8 @@ class TextGenerator:
         if self._model.kind == "openai":
             limit = self._backend.context_limit
             return None if limit is None else int(limit.tokens)
+        if self._live is not None:
+            return int(self._live.context_limit.tokens)
         found = config_values(self._model.model).get("max_position_embeddings")
         return int(found) if found else None
 
@@ -149,12 +176,12 @@ class TextGenerator:
     def uses_chat(self) -> bool:
         has_template = PromptEncoder(self._tokenizer).has_template
         if self._options.chat == "on" and not has_template:
-            raise ConfigError("--chat on, but the model's tokenizer has no chat template; use --chat off or auto.")
+            raise ConfigError("`chat='on'`, but the model's tokenizer has no chat template; use `chat='off'` or auto.")
         return self._options.chat != "off" and has_template
 
     @cached_property
     def _tokenizer(self) -> Any:
-        return load_tokenizer(self._model.model)
+        return load_tokenizer(self._model.model) if self._live is None else self._live.tokenizer
 
     @cached_property
     def _encoder(self) -> PromptEncoder:
@@ -214,7 +241,7 @@ class TextGenerator:
         raise ConfigError(
             f"the prompt has {len(ids) + self._encoder.template_tokens:,} tokens{wanted}, but {self._model.model} has "
             f"a context of {self.context_length:,}. Use a shorter text, drop the middle of the text with "
-            "--beyond-context truncate, or keep it with --beyond-context ask. --rope yarn --context LENGTH extends "
+            "`beyond_context='truncate'`, or keep it with `beyond_context='ask'`. `rope=yarn, context=LENGTH` extends "
             "the context without training."
         )
 

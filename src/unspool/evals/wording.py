@@ -132,10 +132,10 @@ def _loaded(path: Path) -> Any:
 
 def _problems(loaded: Any, suite: str, forms: Forms) -> Iterator[str]:
     if not isinstance(loaded, dict) or not isinstance(loaded.get("tasks"), dict) or not loaded["tasks"]:
-        yield "it needs the keys `suite` (a name) and `tasks` (each with its texts)."
+        yield "it needs the keys suite (a name) and tasks (the texts of each task)."
         return
     for name in loaded.keys() - {"suite", "tasks"}:
-        yield f"{name!r} is not known; only `suite` and `tasks` are allowed."
+        yield f"{name!r} is not a known key; the keys are suite and tasks."
     if loaded.get("suite") != suite:
         yield f"it is for suite {loaded.get('suite')!r} instead of {suite}; write `suite: {suite}`."
         return

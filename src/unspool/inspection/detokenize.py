@@ -1,9 +1,9 @@
-"""Tokens back to text, exactly: every byte of every token, also where a character was split.
+"""Convert tokens to text exactly: every byte of every token, even where a character was split.
 
-The texts of consecutive runs of tokens join to the text of all tokens. A character whose tokens lie in two runs is
-whole in the first; invalid bytes show as U+FFFD. Control tokens are spelled out and unknown ids shown as numbers,
-where a tokenizer's own `decode` drops them or cleans up spaces. Covers byte-level tokenizers (GPT-2, Llama 3, Qwen)
-and those with byte fallback (Llama 2, Mistral, Gemma).
+The texts of consecutive runs of tokens join to the text of all tokens. A character whose tokens are in two runs belongs
+to the first run; invalid bytes show as U+FFFD. Control tokens are spelled out and unknown ids shown as numbers, while a
+tokenizer's own `decode` drops them or cleans up spaces. Covers byte-level tokenizers (GPT-2, Llama 3, Qwen) and those
+with byte fallback (Llama 2, Mistral, Gemma).
 """
 
 import copy
@@ -43,7 +43,7 @@ class Decoder:
         self._bytes: dict[int, bytes] = {}
 
     def id_of(self, name: str) -> int | None:
-        """The id of a control token."""
+        """Return the id of a control token."""
         return next((id_ for id_, other in self.special.items() if other == name), None)
 
     def bytes_of(self, token: int) -> bytes:
@@ -55,7 +55,7 @@ class Decoder:
         return b"".join(map(self.bytes_of, tokens.tolist())).decode("utf-8", "replace")
 
     def texts(self, runs: Sequence[np.ndarray]) -> list[str]:
-        """The text of each of consecutive runs of tokens."""
+        """Return the text of each of several consecutive runs of tokens."""
         spelled = [b"".join(map(self.bytes_of, run.tolist())) for run in runs]
         for index in range(len(spelled)):
             missing = _missing_bytes(spelled[index])
@@ -69,7 +69,7 @@ class Decoder:
         return [part.decode("utf-8", "replace") for part in spelled]
 
     def next_border(self, tokens: np.ndarray, at: int) -> int:
-        """The first position from `at` on that is not inside a character."""
+        """Return the first position from `at` on that is not inside a character."""
         for border in range(at, min(at + _LONGEST_CHARACTER, len(tokens))):
             if not _continuation(self.bytes_of(int(tokens[border])), 1):
                 return border
@@ -82,7 +82,7 @@ class Decoder:
         if name is None:
             return f"⟨id {token}⟩".encode()
         if self._byte_level:
-            # Characters outside the alphabet belong to tokens added to the vocabulary as they are.
+            # Characters outside the alphabet belong to added tokens, which are stored as plain text.
             return b"".join(bytes([_BYTES[char]]) if char in _BYTES else char.encode() for char in name)
         if found := _FALLBACK.fullmatch(name):
             return bytes([int(found[1], 16)])
@@ -97,7 +97,7 @@ class Decoder:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The character for each byte in byte-level vocabularies: itself if printable, else one above 255."""
+    """Map the characters of byte-level vocabularies to bytes; printable bytes are their own characters."""
     printing = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printing]
     return {chr(byte): byte for byte in printing} | {chr(256 + at): byte for at, byte in enumerate(others)}
@@ -107,7 +107,7 @@ _BYTES = _byte_alphabet()
 
 
 def _continuation(data: bytes, most: int) -> int:
-    """Number of bytes at the front, up to `most`, that continue a character."""
+    """Count the leading bytes, up to `most`, that continue a character."""
     count = 0
     while count < min(most, len(data)) and 0x80 <= data[count] < 0xC0:
         count += 1
@@ -115,7 +115,7 @@ def _continuation(data: bytes, most: int) -> int:
 
 
 def _missing_bytes(data: bytes) -> int:
-    """Number of bytes the last character still needs."""
+    """Count the bytes that the last character still needs."""
     for back in range(1, min(_LONGEST_CHARACTER, len(data) + 1)):
         byte = data[-back]
         if byte >= 0xC2:
@@ -128,7 +128,7 @@ def _missing_bytes(data: bytes) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class FoundTokenizer:
-    """A tokenizer with notes for the reader; without a `decoder`, tokens are shown as numbers."""
+    """A tokenizer with notes to show; without a `decoder`, tokens are shown as numbers."""
 
     decoder: Decoder | None = None
     encoder: Encoder | None = None  # for text without tokens
@@ -140,7 +140,7 @@ Resolve = Callable[[str], str]
 
 
 def find_tokenizer(place: DataPath, given: Any, resolve: Resolve) -> FoundTokenizer:
-    """Take `given`, a tokenizer or its name (ConfigError if that fails), or else find it through the run's folder."""
+    """Load `given`, a tokenizer or its name (ConfigError if that fails); by default, that of the run's folder."""
     wanted = _recorded_hash(place)
     if given is not None:
         name = given if isinstance(given, str) else given.name_or_path
@@ -159,13 +159,13 @@ def find_tokenizer(place: DataPath, given: Any, resolve: Resolve) -> FoundTokeni
         fallback = fallback or (tokenizer, encoder, name)
     if fallback is not None:
         return _found(*fallback, place, matches=False)
-    note = "No tokenizer was found, so tokens are shown as ids; name one with --tokenizer FOLDER|ID."
+    note = "No tokenizer was found, so tokens are shown as ids; give a tokenizer (a folder or Hub id)."
     return FoundTokenizer(notes=[note])
 
 
 def _found(tokenizer: Any, encoder: Encoder | None, name: str, place: DataPath, *, matches: bool) -> FoundTokenizer:
     tokenizer = copy.deepcopy(tokenizer)
-    notes = [] if matches else [f"Tokenizer {name} is not the one recorded in the manifest; the text may be wrong."]
+    notes = [] if matches else [f"Tokenizer {name} differs from the one in the manifest; the text may be wrong."]
     recorded = place.counts.get("added_tokens") or {}
     knots = add_knots(tokenizer, [knot for knot in ALL_KNOTS if knot in recorded])
     if isinstance(recorded, dict) and any(recorded.get(knot) != number for knot, number in knots.items()):
@@ -187,7 +187,7 @@ def _matches(encoder: Encoder | None, wanted: str | None) -> bool:
 
 
 def _recorded_hash(place: DataPath) -> str | None:
-    """The tokenizer's hash; datasets without added tokens do not record it, but their corpora do."""
+    """Read the tokenizer's hash; datasets without added tokens do not record it, but their corpora do."""
     manifests = [place.manifest]
     if place.run_dir is not None:
         manifests += [read_manifest(folder) or {} for folder in sorted(place.run_dir.glob("corpus/*"))]
@@ -200,7 +200,7 @@ def _recorded_hash(place: DataPath) -> str | None:
 
 
 def _candidates(place: DataPath, resolve: Resolve) -> Iterator[tuple[str, str]]:
-    """Names of tokenizers and where to load them from. Folders first: a Hub id may need a download."""
+    """Yield names of tokenizers and where to load them from. Folders come first: a Hub id may need a download."""
     if place.run_dir is None:
         return
     model = _model_of(place.run_dir / "recipe.yaml")
@@ -208,7 +208,7 @@ def _candidates(place: DataPath, resolve: Resolve) -> Iterator[tuple[str, str]]:
     if model is not None:
         try:
             ref = resolve(model)
-        except UnspoolError:  # an asset that this version does not ship
+        except UnspoolError:  # an asset that this version does not include
             model = None
     if model and ref and Path(ref).exists():
         yield model, ref
@@ -220,7 +220,7 @@ def _candidates(place: DataPath, resolve: Resolve) -> Iterator[tuple[str, str]]:
 
 
 def _model_of(recipe: Path) -> str | None:
-    """The model a recipe starts from, or the tokenizer of a new one."""
+    """Return the model that a recipe starts from, or the tokenizer of a new one."""
     try:
         content = yaml.safe_load(recipe.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):

@@ -1,7 +1,7 @@
 """Distances between tokens of one document in packed rows, to compare datasets before and after a strategy.
 
-Counts are exact for the rows that were counted, over the same bins for all datasets. Notes state how many rows those
-are. Results are a table for the terminal, JSON values, or one HTML file with curves.
+Counts are exact for the counted rows, in the same bins for all datasets. Notes state which rows were counted. Results
+are a table for the terminal, JSON values, or one HTML file with curves.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,19 +19,19 @@ from rich.text import Text
 from unspool import __version__
 from unspool.core.charts import Frame, Point, Series, line_chart, swatch
 from unspool.core.formatting import format_share, one_line
-from unspool.core.html import load_templates, write_text
+from unspool.core.html import load_templates
 from unspool.core.sizes import format_count, format_size
 from unspool.core.table import Table, entries, terminal_table
 from unspool.data.distances import Stretches, count_pairs, join_rows, stretches_of
 from unspool.inspection.packed_rows import Rows
 
-# Scanning more tokens would take longer than a few seconds.
+# More tokens would take longer than a few seconds.
 MAX_TOKENS = 1 << 27
 
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetText:
-    """Where the text of a dataset's documents is."""
+    """The stretches of document text in a dataset's rows."""
 
     name: str
     path: Path
@@ -43,7 +43,7 @@ class DatasetText:
 
     @property
     def reach(self) -> int:
-        """Upper bound of the distance between two tokens."""
+        """Return an upper bound of the distance between two tokens."""
         return int((self.stretches.starts + self.stretches.lens).max(initial=1))
 
 
@@ -52,9 +52,9 @@ class Distances:
     """Pairs of tokens of one document in one row, by their distance."""
 
     text: DatasetText
-    edges: list[int]  # a bin starts at its edge and ends before the next; the last is open
+    edges: list[int]  # a bin starts at its edge and ends before the next; the last bin is open-ended
     pairs: list[int]  # per bin, over all counted rows
-    beyond: dict[int, int]  # distance: pairs at least this far apart
+    beyond: dict[int, int]  # by distance: pairs at least this far apart
 
     @property
     def total(self) -> int:
@@ -85,10 +85,10 @@ def read_text(rows: Rows, name: str, *, most_rows: int | None = None) -> Dataset
     notes = [
         f"counted in {len(chosen):,} of {len(rows):,} rows, evenly spaced" if len(chosen) < len(rows) else "",
         "distances are differences of position ids, which these rows skip on purpose (PoSE)" if by_position else "",
-        "special tokens count as text, because no tokenizer that knows them was found; name one with --tokenizer"
+        "special tokens count as text, because no tokenizer that knows them was found; give that of the model"
         if rows.has_unknown_marks
         else "",
-        "the file does not record which pieces belong together, so each counts alone; build this dataset again"
+        "the file does not record which pieces belong together, so each counts alone; run `unspool pack` again"
         if unknown
         else "",
     ]
@@ -104,7 +104,7 @@ def read_text(rows: Rows, name: str, *, most_rows: int | None = None) -> Dataset
 
 
 def count_distances(text: DatasetText, edges: Sequence[int], beyond: Sequence[int]) -> Distances:
-    """Count pairs by distance; `edges` start at 1 and rise, `beyond` are further thresholds."""
+    """Count pairs by distance; `edges` rise from 1, and `beyond` are further thresholds."""
     thresholds = sorted({1, max(1, text.row_len // 2), *edges, *beyond})
     counted = count_pairs(text.stretches, thresholds).tolist()
     from_here = {edge: sum(counted[place:]) for place, edge in enumerate(thresholds)}
@@ -114,14 +114,14 @@ def count_distances(text: DatasetText, edges: Sequence[int], beyond: Sequence[in
 
 
 def bin_names(edges: Sequence[int], reach: int) -> list[str]:
-    """Names such as 16K–32K; the last bin has an end only if no distance exceeds its double."""
+    """Return names such as 16K–32K; the last bin has an end only if no distance exceeds twice its edge."""
     names = [format_size(edge) for edge in edges]
     last = f"{names[-1]}–{format_size(2 * edges[-1])}" if reach <= 2 * edges[-1] else f"{names[-1]} and more"
     return [*(f"{low}–{high}" for low, high in pairwise(names)), last]
 
 
 def unique_names(paths: Sequence[Path]) -> list[str]:
-    """The last part of each path, with as many parents as needed to distinguish them."""
+    """Return the last part of each path, with as many parents as needed to distinguish them."""
     whole = [path.absolute().parts for path in paths]
     for depth in range(1, max(map(len, whole)) + 1):
         names = ["/".join(parts[-depth:]) for parts in whole]
@@ -131,7 +131,7 @@ def unique_names(paths: Sequence[Path]) -> list[str]:
 
 
 def distance_values(each: Distances, beyond: Sequence[int]) -> dict[str, Any]:
-    """For `--json`."""
+    """Return the values that `--json` prints."""
     text = each.text
     return {
         "name": text.name,
@@ -153,7 +153,7 @@ def distance_values(each: Distances, beyond: Sequence[int]) -> dict[str, Any]:
 
 
 def distance_tables(sets: Sequence[Distances], beyond: Sequence[int]) -> list[Table]:
-    """Shares of all pairs, then pairs per row; totals are the pairs beyond each threshold."""
+    """Tabulate shares of all pairs, then pairs per row; totals are the pairs beyond each threshold."""
     names = bin_names(sets[0].edges, max(each.text.reach for each in sets))
     halves = {each.half for each in sets}
     thresholds = sorted({*beyond, *(halves if len(halves) == 1 else ())})
@@ -199,7 +199,7 @@ def print_distances(console: Console, sets: Sequence[Distances], beyond: Sequenc
 
 
 def _fit_columns(table: Table, width: int) -> Iterator[slice]:
-    """Slices of columns that fit beside each other without being cut; at least one at a time."""
+    """Yield slices of columns that fit next to each other; at least one column at a time."""
     free = width - max(len(row[0].text) for row in table.rows)
     begin, left = 0, free
     for place, name in enumerate(table.columns[1:]):
@@ -223,10 +223,6 @@ class DatasetView:
     rows: str
     notes: list[str]
     key: Markup
-
-
-def write_distances(sets: Sequence[Distances], beyond: Sequence[int], out_file: Path) -> None:
-    write_text(out_file, render_distances(sets, beyond))
 
 
 def render_distances(sets: Sequence[Distances], beyond: Sequence[int]) -> str:
@@ -260,7 +256,7 @@ def draw_shares(sets: Sequence[Distances]) -> Markup:
         for place in range(first, len(names)):
             share = each.share(each.pairs[place])
             tooltip = f"{each.text.name}, {names[place]}: {format_share(share)} of pairs"
-            # Bins beyond the longest distance of the rows have no share, rather than one of 0.
+            # Bins beyond the longest distance of the rows have no share, instead of a share of 0.
             known = share if each.edges[place] < each.text.reach else None
             points.append(Point(x=float(place - first), y=known, tooltip=tooltip))
         series.append(Series(label=each.text.name, style=number, points=points))
@@ -276,7 +272,7 @@ def draw_shares(sets: Sequence[Distances]) -> Markup:
 
 
 def draw_tails(sets: Sequence[Distances]) -> Markup:
-    """Draw the pairs per row that are at least so far apart, on a logarithmic scale."""
+    """Draw the pairs per row at each distance and beyond, on a logarithmic scale."""
     edges = sets[0].edges[_first_drawn(sets) :]
     series = []
     for number, each in enumerate(sets):
@@ -293,7 +289,7 @@ def draw_tails(sets: Sequence[Distances]) -> Markup:
     if all(point.y is None for one in series for point in one.points):
         return Markup("")
     frame = Frame(
-        label="Pairs per row that are at least so far apart, one curve for each dataset",
+        label="Pairs per row at each distance and beyond, one curve for each dataset",
         x_title="distance in tokens, at least",
         x_ticks=_bin_ticks(edges),
         show_y=format_count,
@@ -304,7 +300,7 @@ def draw_tails(sets: Sequence[Distances]) -> Markup:
 
 
 def _first_drawn(sets: Sequence[Distances]) -> int:
-    """The first bin that is visible in any dataset; bins before it would only be lines along the axis."""
+    """Return the first bin that is visible in any dataset; earlier bins would only be lines along the axis."""
     shares = zip(*([each.share(pairs) or 0 for pairs in each.pairs] for each in sets), strict=True)
     return next((place for place, values in enumerate(shares) if max(values) >= _MIN_DRAWN_SHARE), 0)
 

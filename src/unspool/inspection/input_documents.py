@@ -1,4 +1,4 @@
-"""Documents of a tokenized corpus, and records of an input file as a recipe's source would read them."""
+"""Documents of a tokenized corpus, and records of an input file, read like a recipe's source."""
 
 from collections import Counter
 from itertools import islice
@@ -39,7 +39,9 @@ class Corpus:
         try:
             self._docs = CorpusReader(place.files)
         except (KeyError, AttributeError, ValueError, OSError, pa.ArrowException) as error:
-            raise DataError(f"{place.path}: its Arrow files are not a corpus of unspool; build it again.") from error
+            raise DataError(
+                f"{place.path}: its Arrow files are not a corpus of unspool; run `unspool tokenize` again."
+            ) from error
 
     def __len__(self) -> int:
         return len(self._docs)
@@ -65,7 +67,7 @@ class Corpus:
 
     def pick(self, *, indices: list[int], count: int, seed: int, source: str | None) -> list[int]:
         if source is not None:
-            raise ConfigError("--source is for datasets, which can mix sources; a corpus has one source.")
+            raise ConfigError("`source` is for datasets, which can mix sources; a corpus has one source.")
         for index in indices:
             check_index(index, len(self), "document")
         return indices or choose_indices(range(len(self)), count, seed)
@@ -74,7 +76,7 @@ class Corpus:
         tokens = self._docs[index]
         decoder = self._tokenizer.decoder
         mask = self._docs.loss_mask(index)
-        # Without a mask, packing decides later which tokens have loss.
+        # Without a mask, packing decides later which tokens are trained on.
         asked = np.ones(len(tokens), dtype=np.bool_) if mask is None else mask
         # Conversations end with their template, not with EOS.
         eos = None if decoder is None or mask is not None else decoder.eos
@@ -128,21 +130,21 @@ class Records:
             facts=[
                 ("file", f"{sum(file.stat().st_size for file in self._files):,} bytes"),
                 ("read as", f"kind: {self._source.kind}"),
-                ("tokenizer", self._tokenizer.name or "none; --tokenizer shows tokens"),
+                ("tokenizer", self._tokenizer.name or "none; give one to see tokens"),
             ],
             notes=self._tokenizer.notes,
         )
 
     def pick(self, *, indices: list[int], count: int, seed: int, source: str | None) -> list[int]:
         if source is not None:
-            raise ConfigError("--source is for datasets, which can mix sources; this is one input file.")
+            raise ConfigError("`source` is for datasets, which can mix sources; this is one input file.")
         if min(indices, default=0) < 0:
-            raise ConfigError(f"--index {min(indices)}: records are numbered from 0.")
+            raise ConfigError(f"`index={min(indices)}`: records are numbered from 0.")
         self._load(max(indices, default=count - 1) + 1)
         for index in indices:
             if index >= len(self._read):
                 raise ConfigError(
-                    f"--index {index}: {self._path} has only {len(self._read):,} records, numbered from 0."
+                    f"`index={index}`: {self._path} has only {len(self._read):,} records, numbered from 0."
                 )
         return indices or list(range(min(count, len(self._read))))
 
@@ -156,7 +158,7 @@ class Records:
         if isinstance(record, Document) and record.messages:
             return self._conversation(record, show)
         if isinstance(record, Filtered) or not (record.text.strip() or record.tokens is not None):
-            return [record.id, "left out"], [_problem(record.reason if isinstance(record, Filtered) else "empty")]
+            return [record.id, "skipped"], [_problem(record.reason if isinstance(record, Filtered) else "empty")]
         return self._document(index, record, show)
 
     def _conversation(self, record: Document, show: Show) -> tuple[list[str], list[Part]]:
@@ -177,7 +179,7 @@ class Records:
         left_out = Counter(reason for _, reason in record.left_out)
         facts = [record.id, f"{len(record.text):,} characters" if record.text else ""]
         if left_out:
-            facts.append(f"left out: {', '.join(f'{count} {reason}' for reason, count in left_out.items())}")
+            facts.append(f"skipped: {', '.join(f'{count} {reason}' for reason, count in left_out.items())}")
         tokens, decoder = record.tokens, self._tokenizer.decoder
         if tokens is None and self._tokenizer.encoder is not None:
             (tokens,) = self._tokenizer.encoder.encode([record.text])
@@ -193,7 +195,9 @@ class Records:
         self._read = list(islice(read_items(self._source, self._files, self._seed), count))
         self._ended = len(self._read) < count
         if not self._read:
-            raise ConfigError(f"{self._path}: no records found; a source of kind {self._source.kind} would be empty.")
+            raise ConfigError(
+                f"{self._path}: no records found for kind {self._source.kind}; check the file and `text`."
+            )
 
 
 def _problem(text: str) -> Part:
@@ -201,12 +205,12 @@ def _problem(text: str) -> Part:
 
 
 class Collection(Protocol):
-    """A dataset, a corpus or an input file, for terminal, page and JSON."""
+    """Interface of datasets, corpora and input files for terminal, page and JSON."""
 
     def summary(self) -> Summary: ...
 
     def pick(self, *, indices: list[int], count: int, seed: int, source: str | None) -> list[int]:
-        """Choose items to show: the given indices, or some; ConfigError if there are none."""
+        """Choose items to show: the given indices, or `count` items; ConfigError if there are none."""
         ...
 
     def item(self, index: int, show: Show) -> Item: ...

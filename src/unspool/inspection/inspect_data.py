@@ -1,7 +1,6 @@
 """`unspool.inspect`: documents and packed rows as text, as a page or as plain values."""
 
-import io
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -9,25 +8,33 @@ from typing import Any
 from rich.console import Console
 
 from unspool.core.config import nearest
-from unspool.core.console import PlainConsole
 from unspool.core.errors import ConfigError
-from unspool.core.html import embedded
+from unspool.core.result import Result
 from unspool.inspection.detokenize import FoundTokenizer, find_tokenizer
 from unspool.inspection.input_documents import Collection, Corpus, Records
 from unspool.inspection.items import Show, item_values, listing_values, summary_values
 from unspool.inspection.packed_rows import Rows
 from unspool.inspection.run_paths import DataPath, Entry, find_data, list_run, published_folders, sources_of
 from unspool.inspection.terminal import SHORT, print_item, print_listing, print_summary
-from unspool.inspection.viewer_page import render_page, write_page
+from unspool.inspection.viewer_page import render_page
 from unspool.models.location import model_path
 
 # How many rows or documents are chosen: in the terminal, on a page, and in the terminal of each of several datasets.
 IN_TERMINAL, ON_PAGE, OF_EACH = 3, 12, 1
 
 
-@dataclass(frozen=True, kw_only=True)
-class Inspection:
-    """What `inspect` found. Its `str` is the terminal's view, and notebooks show the page."""
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Inspection(Result):
+    """Documents or packed rows, as `inspect` returns them. Its `str` is the terminal's view; notebooks show the page.
+
+    Example:
+        >>> import unspool
+        >>> model, tokenizer = unspool.load("asset:tiny-base")
+        >>> dataset = unspool.pack(["A whale.", "A ship at sea."], tokenizer, seq_len=16, packing="best_fit")
+        >>> view = unspool.inspect(dataset.folder, index=0, tokenizer=tokenizer)
+        >>> len(view.to_dict()[0]["items"])
+        1
+    """
 
     chosen: Sequence[tuple[Collection, list[int]]] = ()  # each with the indices of the items to show
     path: Path | None = None  # of a run, whose folders are listed
@@ -46,15 +53,17 @@ class Inspection:
             for index in indices:
                 print_item(console, collection.item(index, show), full=self.full)
 
-    def save(self, path: str | Path) -> None:
-        """Write one self-contained HTML page."""
+    def renderers(self) -> Mapping[str, Callable[[], str]]:
+        return {"html": self._page}
+
+    def _page(self) -> str:
         if self.path is not None:
             raise ConfigError(
                 f"a page needs one folder; give one of those in {self.path}, such as {self.listing[-1].name}."
             )
-        write_page(self.chosen, Path(path), tokens=self.tokens, full=self.full)
+        return render_page(self.chosen, tokens=self.tokens, full=self.full)
 
-    def values(self) -> list[dict[str, Any]]:
+    def to_dict(self) -> list[dict[str, Any]]:
         """Everything as plain values, with full texts."""
         if self.path is not None:
             return listing_values(self.listing)
@@ -65,15 +74,11 @@ class Inspection:
             for collection, indices in self.chosen
         ]
 
-    def __str__(self) -> str:
-        out = io.StringIO()
-        self.print(PlainConsole(file=out, width=120))
-        return out.getvalue()
-
-    __repr__ = __str__
+    def __repr__(self) -> str:
+        return self.table()
 
     def _repr_html_(self) -> str | None:
-        return None if self.path else embedded(render_page(self.chosen, tokens=self.tokens, full=self.full))
+        return None if self.path else super()._repr_html_()
 
 
 def inspect(
@@ -102,7 +107,7 @@ def inspect(
         text: Field with the text of a JSONL or Parquet file.
 
     Returns:
-        The view: `print` it, `save` it as a page, take its `values()`, or let a notebook show it.
+        The view: `print` it, `save` it as a page, take `to_dict()`, or let a notebook show it.
 
     Raises:
         ConfigError: There is nothing at `path` that can be inspected.
@@ -120,7 +125,7 @@ def inspect(
         listing = list_run(place.path, source)
         if not listing:
             there = ", ".join(sources_of(place.path))
-            raise ConfigError(f"source {source!r}: nothing in {place.path} contains it; sources are {there}.")
+            raise ConfigError(f"`source={source!r}`: nothing in {place.path} contains it; sources are {there}.")
         return Inspection(path=place.path, listing=listing)
     collection = _open(place, tokenizer=tokenizer, field=text, seed=seed)
     indices = [index] if isinstance(index, int) else list(index)
@@ -129,10 +134,10 @@ def inspect(
 
 
 def inspect_rows(
-    paths: Sequence[Path],
-    names: Sequence[str] = (),
+    paths: str | Path | Sequence[str | Path] = ".",
+    name: Sequence[str] = (),
     *,
-    index: Sequence[int] = (),
+    index: int | Sequence[int] = (),
     count: int | None = None,
     on_page: bool = False,
     seed: int = 0,
@@ -141,14 +146,43 @@ def inspect_rows(
     full: bool = False,
     tokenizer: Any = None,
 ) -> Inspection:
-    """Look at packed rows of all datasets in `paths`, which are runs or datasets, or of those named."""
-    places = find_rows(paths, names)
+    """Look at packed rows of one or several datasets: pieces by document, labels of UTK, tokens without loss.
+
+    Args:
+        paths: Runs, or folders of packed datasets.
+        name: Names of datasets of these runs; all by default.
+        index: Which rows to show, from 0; by default the first and random others.
+        count: How many rows of each dataset to show; by default 3 of one, 1 of each of several.
+        on_page: Choose more rows, for a page.
+        seed: Random seed of that choice.
+        source: Show only rows that contain this source.
+        tokens: Show token borders and ids instead of text.
+        full: Show long documents in full.
+        tokenizer: A tokenizer, its folder or Hub id; by default the run's.
+
+    Returns:
+        The view: print it, `save` it as a page, or take `to_dict()`.
+
+    Raises:
+        ConfigError: There are no datasets in `paths`.
+
+    Example:
+        >>> import unspool
+        >>> model, tokenizer = unspool.load("asset:tiny-base")
+        >>> dataset = unspool.pack(["A whale.", "A ship at sea."], tokenizer, seq_len=16, packing="best_fit")
+        >>> view = unspool.inspect_rows(dataset.folder, tokenizer=tokenizer)
+        >>> "A whale." in view.table()
+        True
+    """
+    given = [paths] if isinstance(paths, str | Path) else paths
+    places = find_rows([Path(path) for path in given], name)
     several = max(2, ON_PAGE // len(places)) if on_page else OF_EACH
     wanted = count or ((ON_PAGE if on_page else IN_TERMINAL) if len(places) == 1 else several)
+    indices = [index] if isinstance(index, int) else list(index)
     chosen: list[tuple[Collection, list[int]]] = []
     for place in places:
         rows = Rows(place, load_tokenizer_of(place, tokenizer))
-        chosen.append((rows, rows.pick(indices=list(index), count=wanted, seed=seed, source=source)))
+        chosen.append((rows, rows.pick(indices=indices, count=wanted, seed=seed, source=source)))
     return Inspection(chosen=chosen, tokens=tokens, full=full)
 
 
@@ -170,7 +204,7 @@ def find_rows(paths: Sequence[Path], names: Sequence[str]) -> list[DataPath]:
         if name not in there:
             guess = nearest(name, there)
             hint = f"did you mean {guess!r}?" if guess else f"there are {', '.join(there) or 'none'}."
-            raise ConfigError(f"name {name!r}: no such dataset; {hint}")
+            raise ConfigError(f"`name={name!r}`: no such dataset; {hint}")
     if names:
         found = [place for name in names for place in found if place.path.name == name]
     if not found:
@@ -190,5 +224,5 @@ def _open(place: DataPath, *, tokenizer: Any, field: str | None, seed: int) -> C
         found = load_tokenizer_of(place, tokenizer) if tokenizer else FoundTokenizer()
         return Records(place, found, field=field, seed=seed)
     if field is not None:
-        raise ConfigError("text is for JSONL and Parquet files; data in a run's folder is already tokenized.")
+        raise ConfigError("`text` is for JSONL and Parquet files; data in a run's folder is already tokenized.")
     return (Rows if place.kind == "dataset" else Corpus)(place, load_tokenizer_of(place, tokenizer))

@@ -1,7 +1,7 @@
-"""The parts of a row, a document or a record that terminal, page and JSON show, and summaries of whole datasets.
+"""Parts of a row, document or record for terminal, page and JSON, and summaries of whole datasets.
 
-An `Item` consists of `Part`s (a document, or a piece of one), which consist of `Span`s (text of one style). Tokens left
-out for space are counted.
+An `Item` consists of `Part`s (a document, or a piece of one), which consist of `Span`s (text of one style). Tokens
+omitted to save space are counted.
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,7 +32,7 @@ class Summary:
     facts: list[tuple[str, str]]
     part: str = "document"  # unit that `lengths` measures
     lengths: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
-    sample: str = ""  # the rows that lengths were measured on, unless all
+    sample: str = ""  # the rows with measured lengths, unless all
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -45,15 +45,15 @@ class Summary:
             return ""
         median, most = np.quantile(self.lengths, [0.5, 0.9], method="lower").tolist()
         line = (
-            f"{self.part}s: {len(self.lengths):,}, median {median:,.0f} tokens, 9 of 10 have at most {most:,.0f}, "
+            f"{self.part}s: {len(self.lengths):,}, median {median:,.0f} tokens, 90% have at most {most:,.0f}, "
             f"longest {self.lengths.max():,}"
         )
         return f"{line} ({self.sample})" if self.sample else line
 
 
 def manifest_facts(counts: dict[str, Any]) -> list[tuple[str, str]]:
-    """The counts of a manifest, whatever they are: `tokens_in` reads "tokens in", reasons are on one line."""
-    # Tables, such as lengths by source, do not fit a line.
+    """Format all counts of a manifest: `tokens_in` becomes "tokens in", reasons are on one line."""
+    # Tables, such as lengths by source, do not fit on a line.
     simple = {
         name: value
         for name, value in counts.items()
@@ -65,7 +65,7 @@ def manifest_facts(counts: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def raw_bytes(data: bytes) -> str:
-    r"""Bytes that are not a whole character, as `\xe2\x80`."""
+    r"""Format bytes of an incomplete character, as `\xe2\x80`."""
     return "".join(f"\\x{byte:02x}" for byte in data)
 
 
@@ -78,8 +78,8 @@ ROLES: tuple[Role, ...] = ("text", "control", "knot", "label")
 class Span:
     text: str  # unescaped; `visible` makes it safe to show
     role: Role
-    loss: bool = True  # whether training has loss on its tokens
-    ids: tuple[int, ...] = ()  # one id if the span is a single token shown with its border
+    loss: bool = True  # whether its tokens are trained on
+    ids: tuple[int, ...] = ()  # one id if the span is a single token
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,9 +91,9 @@ class Part:
     unit: str = "tokens"
     facts: list[str] = field(default_factory=list)  # "cut at the start"
     spans: list[Span] = field(default_factory=list)
-    group: int = 0  # parts of one document share it
-    start: int = 0  # in the row
-    trained: int | None = None  # number of tokens with loss, if a mask excludes others
+    group: int = 0  # the same for parts of one document
+    start: int = 0  # offset in the row
+    trained: int | None = None  # number of trained tokens, if there is a mask
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,21 +113,21 @@ class Item:
 
 @dataclass(frozen=True, kw_only=True)
 class Show:
-    """How much of a part is shown, and in which form."""
+    """Options: how much of a part to show, and in which form."""
 
-    tokens: bool = False  # borders and ids instead of running text
-    head: int | None = None  # tokens shown at the start of a long part; None: all of it
+    tokens: bool = False  # token boundaries and ids instead of running text
+    head: int | None = None  # tokens shown at the start of a long part; None: all tokens
     tail: int = 0
 
     def is_long(self, length: int) -> bool:
-        # Leaving out a few tokens would not save space.
+        # Hiding a few tokens would not save space.
         return self.head is not None and length > 1.4 * (self.head + self.tail)
 
 
 def spans_of(
     tokens: np.ndarray, roles: np.ndarray, loss: np.ndarray, decoder: Decoder | None, show: Show
 ) -> list[Span]:
-    """Split a part's tokens into spans; the middle of a long part is left out."""
+    """Split a part's tokens into spans; the middle of a long part is hidden."""
     count = len(tokens)
     head, tail = count, count
     if show.is_long(count):
@@ -143,7 +143,7 @@ def spans_of(
 
 
 def trained_runs(spans: Sequence[Span]) -> Iterator[tuple[bool, list[Span]]]:
-    """Group spans into runs with and without loss; hidden spans are runs of their own without loss."""
+    """Group spans into runs with and without loss; hidden spans form separate runs without loss."""
     for (is_hidden, loss), run in groupby(spans, lambda span: (span.role == "hidden", span.loss)):
         yield loss and not is_hidden, list(run)
 
@@ -161,7 +161,7 @@ def text_spans(text: str, show: Show, *, chars_per_token: int = 4) -> list[Span]
 
 
 def control_roles(tokens: np.ndarray, decoder: Decoder | None) -> np.ndarray:
-    """Indices into `ROLES` that separate control tokens from text."""
+    """Return indices into `ROLES` that separate control tokens from text."""
     if decoder is None:
         return np.zeros(len(tokens), dtype=np.uint8)
     return np.isin(tokens, list(decoder.special)).astype(np.uint8)
@@ -187,7 +187,7 @@ def _split_spans(
 
 
 def _token_text(token: int, decoder: Decoder | None) -> str:
-    """One token on one line, or its bytes if it is only part of a character."""
+    """Format a token on one line, or its bytes if it is only part of a character."""
     if decoder is None:
         return ""
     data = decoder.bytes_of(token)
@@ -203,7 +203,7 @@ def shown_line(parts: Sequence[str]) -> str:
 
 
 def choose_indices(candidates: Sequence[int], count: int, seed: int) -> list[int]:
-    """The first candidate and `count - 1` random others, in order."""
+    """Choose the first candidate and `count - 1` random others, in order."""
     if not candidates:
         return []
     others = min(count, len(candidates)) - 1
@@ -217,7 +217,7 @@ def check_index(index: int, total: int, name: str) -> int:
     if 0 <= index < total:
         return index
     there = f"there are {total:,} {name}s, 0 to {total - 1}" if total > 1 else f"there is one {name}, number 0"
-    raise ConfigError(f"--index {index}: {there if total else f'there is no {name}'}.")
+    raise ConfigError(f"`index={index}`: {there if total else f'there is no {name}'}.")
 
 
 def summary_values(summary: Summary) -> dict[str, Any]:

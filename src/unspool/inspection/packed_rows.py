@@ -1,7 +1,7 @@
-"""Packed rows of a dataset, each as its documents with their borders.
+"""Packed rows of a dataset, each as its documents with their boundaries.
 
-A document is called cut only if that is certain: at its end if EOS is missing; at its start if the tokenizer begins
-documents with BOS and it is missing, or if rows were filled in order and the previous row ends inside a document.
+A document is called cut only if that is certain. At its end: EOS is missing. At its start: the tokenizer begins
+documents with BOS and it is missing, or rows were filled in order and the previous row ends inside a document.
 """
 
 from functools import cached_property
@@ -52,7 +52,7 @@ MAX_SCANNED = 20_000
 
 
 def has_special_tokens(place: DataPath) -> bool:
-    """Whether rows hold special tokens of UTK, which only the right tokenizer distinguishes from text."""
+    """Return whether rows hold UtK's special tokens, which only the right tokenizer distinguishes from text."""
     settings = place.settings.get("dataset")
     strategies = recorded_strategies(settings) if isinstance(settings, dict) else []
     return any(strategy.uses_tokenizer for strategy in strategies) or bool(place.counts.get("added_tokens"))
@@ -71,7 +71,9 @@ class Rows:
         try:
             self._rows = RowSet(place.files)
         except (KeyError, TypeError, AttributeError, IndexError, ValueError, OSError, pa.ArrowException) as error:
-            raise DataError(f"{place.path}: its Arrow files are not a dataset of unspool; build it again.") from error
+            raise DataError(
+                f"{place.path}: its Arrow files are not a dataset of unspool; run `unspool pack` again."
+            ) from error
         self._has_utk = has_special_tokens(place)
         # Conversations end with their template, not with EOS.
         self._is_chat = "trained_tokens" in place.counts
@@ -98,11 +100,11 @@ class Rows:
             row = self._rows[index]
         except (ValueError, IndexError, OSError, pa.ArrowException) as error:
             raise DataError(
-                f"{self._place.path}, row {index}: unreadable ({error}); build the dataset again."
+                f"{self._place.path}, row {index}: unreadable ({error}); run `unspool pack` again."
             ) from error
         if row.doc_lens.min(initial=1) < 1 or int(row.doc_lens.sum(dtype=np.int64)) != len(row.tokens):
             raise DataError(
-                f"{self.path}, row {index}: document lengths do not add up to the row length; build it again."
+                f"{self.path}, row {index}: document lengths do not add up to the row length; run `unspool pack` again."
             )
         return row
 
@@ -145,7 +147,7 @@ class Rows:
         if not holding:
             guess = nearest(source, self._sources)
             hint = f"did you mean {guess!r}?" if guess else f"there are {', '.join(self._sources)}."
-            raise ConfigError(f"--source {source!r}: no row contains it; {hint}")
+            raise ConfigError(f"`source` {source!r}: no row contains it; {hint}")
         return choose_indices(holding, count, seed)
 
     def item(self, index: int, show: Show) -> Item:
@@ -189,7 +191,7 @@ class Rows:
         padding = self._padding(row)
         count = len(starts) - bool(padding)
         held = len(row.tokens) - padding
-        # UTK rows mask their special tokens, which are styled differently anyway.
+        # UtK rows mask their special tokens, which have another style anyway.
         is_masked = row.loss_mask is not None and not self._has_utk and not bool(row.loss_mask[:held].all())
         parts = [
             Part(
@@ -208,7 +210,7 @@ class Rows:
         return parts
 
     def _documents(self, row: Row, index: int, marks: list[Piece] | None) -> tuple[list[int], list[list[str]]]:
-        """The document of each part of a row, numbered from 0, and facts about the part."""
+        """Return the document of each part of a row, numbered from 0, and facts about the part."""
         if row.chunk_ids is not None:
             groups = documents_of(row.chunk_ids)
             return groups, known_facts(
@@ -221,7 +223,7 @@ class Rows:
 
     @property
     def has_marks(self) -> bool:
-        """Whether rows hold special tokens that the tokenizer knows."""
+        """Return whether rows hold special tokens that the tokenizer knows."""
         return self._has_utk and knows_special_tokens(self._decoder)
 
     @property
@@ -230,11 +232,11 @@ class Rows:
 
     @property
     def has_pieces(self) -> bool:
-        """Whether a document may be split into several pieces of one row."""
+        """Return whether a document may be split into several pieces of one row."""
         return self._pieced
 
     def text_mask(self, row: Row) -> np.ndarray | None:
-        """bool[L]: tokens of documents, without special tokens and padding; None means all tokens."""
+        """Return bool[L]: document tokens, without special tokens and padding; None means all tokens."""
         if self._decoder is not None and self.has_marks:
             plain = np.zeros(len(row.tokens), dtype=np.uint8)
             is_text: np.ndarray = mark_utk_roles(row.tokens, plain, self._decoder) == 0
@@ -243,16 +245,16 @@ class Rows:
         return np.arange(len(row.tokens)) < len(row.tokens) - padding if padding else None
 
     def _padding(self, row: Row) -> int:
-        """Number of padding tokens, which best-fit packing puts last as a document without loss."""
+        """Count the padding tokens, which best-fit packing puts last as a document without loss."""
         if packing_mode(self._settings) != PADDING_MODE or row.loss_mask is None:
             return 0
         length = int(row.doc_lens[-1])
         if self._is_chat and (row.tokens[-length:] != row.tokens[-1]).any():
-            return 0  # the end of a conversation may be masked too; padding repeats one token
+            return 0  # the end of a conversation may also be masked, but padding repeats one token
         return 0 if row.loss_mask[-length:].any() else length
 
     def _cuts(self, row: Row, index: int, number: int) -> list[str]:
-        """Where a document of a row without strategy continues outside of it."""
+        """Describe where a document of a row without strategy continues outside the row."""
         decoder = self._decoder
         if decoder is None or decoder.eos is None or self._pieced or self._is_chat:
             return []
@@ -278,7 +280,7 @@ class Rows:
 
     @cached_property
     def _scan(self) -> tuple[np.ndarray, dict[str, int]]:
-        """Lengths of documents, and the number of rows that contain each source."""
+        """Return document lengths, and the number of rows that contain each source."""
         lengths: list[np.ndarray] = [np.zeros(0, dtype=np.int64)]
         sources: dict[str, int] = {}
         for index in self._scanned.tolist():
@@ -295,7 +297,7 @@ class Rows:
 
 
 def has_loss(row: Row) -> np.ndarray:
-    """bool[L]: tokens with loss; the first token of a document is never a prediction target."""
+    """Return bool[L]: trained tokens; the first token of a document is never a prediction target."""
     loss = np.zeros(len(row.tokens), dtype=np.bool_)
     loss[1:] = labels(row.tokens, row.doc_lens, row.loss_mask)[:-1] != IGNORE
     return loss

@@ -1,6 +1,6 @@
-"""What a path holds that can be inspected: a run, a corpus, a dataset, or an input file.
+"""Detect what a path holds: a run, a corpus, a dataset, or an input file.
 
-Only names and manifests are read, so this is fast. Other paths are refused with a list of accepted ones.
+Only names and manifests are read, so this is fast. For other paths, the error lists the accepted ones.
 """
 
 import shlex
@@ -45,7 +45,7 @@ class PublishedFolder:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The recipe's settings of this dataset or of this corpus' source."""
+        """Return the recipe's settings of this dataset, or of the corpus's source."""
         return _dict(_dict(self.manifest.get("settings")).get("dataset" if self.kind == "dataset" else "source"))
 
     @property
@@ -62,7 +62,7 @@ class DataPath:
     kind: Kind
     files: list[Path]  # in order
     manifest: dict[str, Any]  # empty if there is none
-    run_dir: Path | None  # folder of the run that made it
+    run_dir: Path | None  # folder of its run
 
     @property
     def counts(self) -> dict[str, Any]:
@@ -74,11 +74,11 @@ class DataPath:
 
     @property
     def notes(self) -> list[str]:
-        return [] if self.manifest else ["No manifest.json: the folder is unfinished or comes from elsewhere."]
+        return [] if self.manifest else ["No manifest.json: the folder is unfinished or was not made by Unspool."]
 
 
 def find_data(path: Path) -> DataPath:
-    """Find what `path` is; ConfigError if it cannot be inspected."""
+    """Detect what `path` is; ConfigError if it cannot be inspected."""
     try:
         if path.is_dir():
             return _folder(path)
@@ -93,11 +93,11 @@ def find_data(path: Path) -> DataPath:
 
 
 def published_folders(folder: Path) -> list[PublishedFolder]:
-    """The published corpora and datasets in a run's folder, or directly in `folder`."""
+    """Find the published corpora and datasets in a run's folder, or directly in `folder`."""
     found = []
     for pattern in ("corpus/*", "datasets/*", "*"):
         for inner in sorted(folder.glob(pattern)):
-            # Unfinished folders and those being replaced are not results.
+            # Unfinished folders, and those being replaced, are not results.
             if inner.name.endswith(WORK_ENDINGS) or not inner.is_dir():
                 continue
             manifest = read_manifest(inner) or {}
@@ -145,7 +145,7 @@ def _dict(value: Any) -> dict[str, Any]:
 
 
 def check_files(paths: Sequence[Path]) -> None:
-    """Raise DataError for a truncated file or one whose offsets point outside of it."""
+    """Raise DataError for a truncated file, or one whose offsets point outside the file."""
     for path in paths:
         try:
             with pa.memory_map(str(path)) as mapped, pa.ipc.open_file(mapped) as file:
@@ -154,7 +154,7 @@ def check_files(paths: Sequence[Path]) -> None:
         except (OSError, ValueError, pa.ArrowException) as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
             raise DataError(
-                f"{path}: not a complete Arrow file ({reason}); delete its folder and run again."
+                f"{path}: not a complete Arrow file ({reason}); delete its folder and run the same command again."
             ) from error
 
 
@@ -173,7 +173,7 @@ class Entry:
 
 
 def list_run(folder: Path, source: str | None) -> list[Entry]:
-    """The corpora and datasets of a run; with `source`, only those that contain it."""
+    """List the corpora and datasets of a run; with `source`, only those that contain it."""
     return [_entry(one) for one in published_folders(folder) if source is None or source in one.sources]
 
 

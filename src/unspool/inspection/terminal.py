@@ -1,7 +1,7 @@
-"""The terminal view: a summary, then rows and documents with their borders.
+"""The terminal view: a summary, then rows and documents with their boundaries.
 
-Text from files cannot send control sequences or change the direction of writing. Without a terminal there are no
-colors, but every border and number is still printed.
+Text from files cannot send control sequences or change the writing direction. Without a terminal there are no colors,
+but every boundary and number is still printed.
 """
 
 from collections.abc import Sequence
@@ -14,20 +14,20 @@ from unspool.core.formatting import MISSING, one_line, visible
 from unspool.inspection.items import Item, Part, Show, Span, Summary, shown_line, trained_runs
 from unspool.inspection.run_paths import Entry
 
-# Tokens shown of a long document, at its start and at its end.
+# Tokens shown at the start and at the end of a long document.
 SHORT = Show(head=160, tail=60)
-# Brackets around tokens with loss if a mask excludes others; dim text alone would be lost without colors.
+# Brackets around trained tokens if there is a mask; without colors, dim text alone would not be visible.
 OPEN, CLOSE = "⟦", "⟧"
-# Documents shown of a row that holds many, at its start and at its end.
+# Documents shown at the start and at the end of a row with many documents.
 _FIRST, _LAST = 8, 2
 
-# Colors of documents by number; further documents repeat them. The page has its own colors.
+# Colors of documents by number; further documents reuse them. The page has its own colors.
 _COLORS = (
     "blue", "dark_orange3", "green4", "deep_pink4", "medium_purple3", "dark_goldenrod",
     "dark_cyan", "red3", "chartreuse4", "cornflower_blue", "rosy_brown", "magenta3",
 )  # fmt: skip
 _STYLES = {"text": "", "control": "yellow", "knot": "bold magenta", "label": "cyan", "hidden": "italic", "bad": "red"}
-# Facts about a file or folder that the terminal shows; pages show all of them.
+# Facts about a file or folder that the terminal shows; pages show all facts.
 _SHOWN = (
     "file",
     "read as",
@@ -46,7 +46,7 @@ def print_summary(console: Console, summary: Summary) -> None:
     facts = dict(summary.facts)
     console.print(Text(one_line(str(summary.path)), style="bold"), soft_wrap=True)
     console.print(summary.headline)
-    # The page shows all facts; the terminal only those needed to read what follows.
+    # The page shows all facts; the terminal shows only those needed to understand the rest.
     for name in _SHOWN:
         if name in facts:
             console.print(f"{name}: {one_line(facts[name])}", soft_wrap=True)
@@ -60,7 +60,7 @@ def print_item(console: Console, item: Item, *, full: bool) -> None:
     console.print()
     console.print(Text(f"━━ {item.title} · {shown_line(item.facts)}", style="bold"), soft_wrap=True)
     if any(part.trained is not None for part in item.parts):
-        console.print(f"{OPEN}…{CLOSE} has loss, the rest has none")
+        console.print(f"{OPEN}…{CLOSE} is trained on, the rest is not")
     hidden = range(0) if full or len(item.parts) <= _FIRST + _LAST + 1 else range(_FIRST, len(item.parts) - _LAST)
     for number, part in enumerate(item.parts):
         if number in hidden:
@@ -68,7 +68,7 @@ def print_item(console: Console, item: Item, *, full: bool) -> None:
                 tokens = sum(item.parts[other].length for other in hidden)
                 console.print()
                 console.print(
-                    Text(f"── … {len(hidden):,} more, {tokens:,} tokens; --full shows them … ──", style="blue")
+                    Text(f"── … {len(hidden):,} more, {tokens:,} tokens; show them with full … ──", style="blue")
                 )
             continue
         print_part(console, part, alone=len(item.parts) == 1)
@@ -85,7 +85,7 @@ def print_part(console: Console, part: Part, *, alone: bool) -> None:
 
 
 def styled(spans: Sequence[Span], *, mark_trained: bool = False) -> Text:
-    """Spans as one printable text that wraps at words or, if tokens are shown, between tokens."""
+    """Join spans to one printable text that wraps at words or, if tokens are shown, between tokens."""
     text = Text(tab_size=4)
     for is_trained, run in trained_runs(spans):
         text.append(OPEN if is_trained and mark_trained else "", "bold green")

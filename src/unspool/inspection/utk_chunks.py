@@ -1,4 +1,4 @@
-"""Read a UTK row back: which pieces belong together, and the labels and solutions in its special tokens.
+"""Parse a UtK row: which pieces belong together, and the labels and solutions in its special tokens.
 
 Pieces are joined only if a solution in the row lists their labels. Otherwise only the part number is known, from the
 special tokens around the piece.
@@ -31,13 +31,13 @@ def knows_special_tokens(decoder: Decoder | None) -> bool:
 
 
 def _ids(decoder: Decoder) -> list[int]:
-    """Token ids in the order of `ALL_KNOTS`; -1 for a missing one of `KNOTS`; other missing ones are left out."""
+    """Token ids in the order of `ALL_KNOTS`; -1 for a missing one of `KNOTS`; other missing ones are omitted."""
     found = {name: decoder.id_of(name) for name in ALL_KNOTS}
     return [-1 if id_ is None else id_ for name, id_ in found.items() if id_ is not None or name in KNOTS]
 
 
 def mark_utk_roles(tokens: np.ndarray, roles: np.ndarray, decoder: Decoder) -> np.ndarray:
-    """`roles` with UTK's special tokens and the labels between them marked."""
+    """Mark UtK's special tokens, and the labels between them, in `roles`."""
     opening, closing, solution, _, ending, *_ = _ids(decoder)
     roles = roles.copy()
     roles[np.isin(tokens, _ids(decoder))] = _KNOT
@@ -49,7 +49,7 @@ def mark_utk_roles(tokens: np.ndarray, roles: np.ndarray, decoder: Decoder) -> n
 
 def read_pieces(tokens: np.ndarray, doc_lens: np.ndarray, decoder: Decoder) -> list[Piece]:
     found = [_read(piece, decoder) for piece in np.split(tokens, np.cumsum(doc_lens)[:-1])]
-    mates: dict[str, tuple[tuple[str, ...], int]] = {}  # label → its solution, its place in there
+    mates: dict[str, tuple[tuple[str, ...], int]] = {}  # label → its solution, its position in the solution
     for piece in found:
         for place, label in enumerate(piece.solution, start=1):
             mates[label] = (tuple(piece.solution), place)
@@ -91,18 +91,18 @@ def _read(tokens: np.ndarray, decoder: Decoder) -> Piece:
     return Piece(label=label, part=part, solution=listed)
 
 
-# Ranges of positions that are listed before the rest is only counted.
+# Ranges of positions that are listed; further ones are only counted.
 _MAX_STRETCHES = 4
 
 
 def documents_of(chunk_ids: np.ndarray) -> list[int]:
-    """Documents of pieces, numbered from 0 in order of appearance."""
+    """Number the documents of pieces from 0, in order of appearance."""
     numbers: dict[int, int] = {}
     return [numbers.setdefault(doc, len(numbers)) for doc in chunk_ids.tolist()]
 
 
 def known_facts(docs: Sequence[int], marks: Sequence[Piece] | None, *, ordered: bool) -> list[list[str]]:
-    """Facts of each piece if documents are recorded; `ordered`: pieces keep their order within the row."""
+    """Return facts of each piece if documents are recorded; `ordered`: pieces keep their order within the row."""
     counts = Counter(docs)
     seen: Counter[int] = Counter()
     facts = []
@@ -115,7 +115,7 @@ def known_facts(docs: Sequence[int], marks: Sequence[Piece] | None, *, ordered: 
 
 
 def read_facts(marks: Sequence[Piece]) -> list[list[str]]:
-    """Facts of each piece if only special tokens identify its document."""
+    """Return facts of each piece if only special tokens identify its document."""
     facts = []
     for mark in marks:
         place = f"part {mark.part}" if mark.part else "not split"
@@ -133,7 +133,7 @@ def mark_facts(mark: Piece) -> list[str]:
 
 
 def position_fact(positions: np.ndarray) -> str:
-    """The position ids of a piece with skips: "positions 0–812, then 91,204–92,440"."""
+    """Describe the position ids of a piece with skips: "positions 0–812, then 91,204–92,440"."""
     begins = np.flatnonzero(np.diff(positions, prepend=positions[0] - 2) != 1)
     ends = np.append(begins[1:], len(positions)) - 1
     pairs = zip(positions[begins].tolist(), positions[ends].tolist(), strict=True)

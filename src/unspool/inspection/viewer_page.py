@@ -1,6 +1,6 @@
 """One self-contained HTML file: a summary, then rows and documents as colored bands.
 
-No network and no scripts (a content security policy forbids both); every text from a file is escaped and made visible.
+No network and no scripts (a content security policy forbids both). Every text from a file is escaped and made visible.
 Parts of one document share a color and a number, so that color is never the only distinction.
 """
 
@@ -13,16 +13,16 @@ from markupsafe import Markup, escape
 from unspool import __version__
 from unspool.core.charts import Pair, bar_key, pair_bars
 from unspool.core.formatting import one_line, visible
-from unspool.core.html import element, load_templates, svg, write_text
+from unspool.core.html import element, load_templates, svg
 from unspool.core.sizes import format_size
 from unspool.data.lengths import Histogram
 from unspool.inspection.input_documents import Collection
 from unspool.inspection.items import Item, Part, Show, Span, Summary, trained_runs
 
-# Tokens of a long document on the page; a whole book would open too slowly.
+# Tokens of a long document on the page; a page with a whole book would open too slowly.
 LONG = Show(head=3000, tail=1000)
-COLORS = 12  # as many as viewer_page.css defines; further documents repeat them
-# Part of a document shown before it is unfolded.
+COLORS = 12  # number of colors in viewer_page.css; further documents reuse them
+# Characters of a document shown before it is unfolded.
 _FOLD_CHARS, _FOLD_LINES = 900, 10
 _FOLD_TOKENS = 80
 _MAP_WIDTH = 1000
@@ -33,7 +33,7 @@ _NUMBERED = 0.035
 @dataclass(frozen=True, kw_only=True)
 class PartView:
     anchor: str
-    number: str  # of its document
+    number: str  # number of its document
     title: str
     length: str
     facts: list[str]
@@ -51,7 +51,7 @@ class ItemView:
     facts: list[str]
     parts: list[PartView]
     bands: Markup
-    before: str | None  # anchors of its neighbors
+    before: str | None  # anchors of the neighbors
     after: str | None
 
 
@@ -69,13 +69,6 @@ class SectionView:
     notes: list[str]
     chart: Markup
     items: list[ItemView]
-
-
-def write_page(
-    collections: Sequence[tuple[Collection, list[int]]], out_file: Path, *, tokens: bool, full: bool
-) -> None:
-    """Write collections, each with the indices of the items to show."""
-    write_text(out_file, render_page(collections, tokens=tokens, full=full))
 
 
 def render_page(collections: Sequence[tuple[Collection, list[int]]], *, tokens: bool, full: bool) -> str:
@@ -169,7 +162,7 @@ def fold(spans: list[Span]) -> tuple[list[Span], list[Span]]:
 
 
 def _fold_point(text: str, chars: int, lines: int) -> int | None:
-    """Where `text` exceeds this many characters or lines: after a line, or after a word if one is near."""
+    """Find where `text` exceeds this many characters or lines: after a line, or after a word if one is near."""
     at = -1
     for _ in range(max(1, lines)):
         at = text.find("\n", at + 1)
@@ -185,7 +178,7 @@ def _fold_point(text: str, chars: int, lines: int) -> int | None:
 
 
 def _markup(spans: list[Span], mark_trained: bool) -> Markup:
-    """Spans as HTML; `mark_trained` puts tokens with loss into <mark>, so that color is not the only sign."""
+    """Render spans as HTML; `mark_trained` puts trained tokens into <mark>, so that color is not the only sign."""
     runs = []
     for is_trained, run in trained_runs(spans):
         text = Markup("").join(_span(span) for span in run)
@@ -205,21 +198,21 @@ def _span(span: Span) -> Markup:
 
 
 def _bands(parts: list[Part], anchor: str) -> Markup:
-    """The row drawn to scale: one band per part with its document's number and a link to its text."""
+    """Draw the row to scale: one band per part with its document's number and a link to its text."""
     length = sum(part.length for part in parts)
     if len(parts) < 2 or not length:
         return Markup("")
     drawn = []
     for place, part in enumerate(parts):
         tooltip = one_line(", ".join([part.title, f"{part.length:,} {part.unit}", *part.facts]))
-        # A small gap between bands, but none so thin that it is invisible.
+        # A small gap between bands, but no band so thin that it is invisible.
         width = max(_MAP_WIDTH * part.length / length - 1.5, 1.0)
         box = {"x": f"{_MAP_WIDTH * part.start / length:.2f}", "width": f"{width:.2f}", "height": 22}
         band = element("rect", element("title", tooltip), class_=_color(part), **box)
         drawn.append(element("a", band, href=f"#{anchor}-{place}"))
     label = "The row to scale, one band for each part"
     drawing = svg(_MAP_WIDTH, 22, label, *drawn, class_=None, preserveAspectRatio="none")
-    # Outside the drawing, which is stretched.
+    # Outside the drawing, because that is stretched.
     numbers = [
         element("b", _number(part), style=f"left:{100 * (part.start + part.length / 2) / length:.2f}%")
         for part in parts
@@ -229,7 +222,7 @@ def _bands(parts: list[Part], anchor: str) -> Markup:
 
 
 def length_chart(lengths: Histogram) -> Markup:
-    """Bars per doubling of the length: the share of documents and the share of tokens."""
+    """Draw bars per doubling of the length: share of documents and share of tokens."""
     documents, tokens = sum(lengths["documents"]), sum(lengths["tokens"])
     if not documents or not tokens:
         return Markup("")

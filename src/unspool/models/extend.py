@@ -95,7 +95,7 @@ def pick_device(wanted: str | torch.device) -> torch.device:
     if isinstance(wanted, torch.device):
         return wanted
     if wanted not in DEVICES:
-        raise ConfigError(f"--device {wanted!r} is not known; use {', '.join(DEVICES)}.")
+        raise ConfigError(f"`device` {wanted!r} is not known; use {', '.join(DEVICES)}.")
     if wanted == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device: cuda is not available here; use auto or cpu.")
     return torch.device("cuda" if wanted == "cuda" or (wanted == "auto" and torch.cuda.is_available()) else "cpu")

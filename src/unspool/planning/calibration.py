@@ -1,7 +1,7 @@
 """Correct the cost model by measured steps of a few layers on the local GPU or CPU.
 
 Two models with 2 and 4 layers of the true shape take whole steps with the trainer's own code and the stage's settings.
-The difference is the cost of layers, the rest is head, loss and update. Both are divided by what is computed for the
+The difference is the cost of layers; the rest is head, loss and update. Both are divided by the computed cost of the
 same models, and the factors apply to the full model. It takes six steps of a few seconds each. Long contexts are
 measured at the longest length whose steps take a few seconds.
 """
@@ -34,13 +34,13 @@ from unspool.training.optim.updater import build_updater
 from unspool.training.step import train_step
 
 FILE = "calibration.json"
-# Factors outside of these mean another program on the GPU, or too short a run.
+# Factors outside this range mean that another program uses the GPU, or that the run is too short.
 MIN_FACTOR, MAX_FACTOR = 0.5, 3.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    device: str  # name by its driver
+    device: str  # name from the driver
     gpu: str  # name for `--gpu`
     versions: str
     shape: Shape
@@ -51,7 +51,7 @@ class Calibration:
     activations: float  # measured ÷ computed bytes
     seconds: tuple[float, float]  # per step, with fewer and with more layers
     num_layers: tuple[int, int]
-    # Of a CPU, whose rates are measured anew by every plan: those that the factors belong to.
+    # Only for a CPU: the rates that the factors belong to, since every plan measures a CPU's rates again.
     compute: float | None = None
     memory: float | None = None
 
@@ -59,8 +59,8 @@ class Calibration:
     def summary(self) -> str:
         few, many = self.num_layers
         return (
-            f"{few} and {many} layers, {self.tokens} tokens on {self.device} ({self.versions}); layers take "
-            f"{self.layers:.2f}, the rest {self.rest:.2f} and activations {self.activations:.2f} times the computed"
+            f"{few} and {many} layers, {self.tokens} tokens on {self.device} ({self.versions}); measured ÷ computed: "
+            f"layers {self.layers:.2f}, the rest {self.rest:.2f}, activations {self.activations:.2f}"
         )
 
     def correct(self, speed: DeviceSpeed) -> DeviceSpeed:
@@ -73,7 +73,7 @@ class Calibration:
 
 
 def _bound(factor: float, *, on_cpu: bool) -> float:
-    # Kernels of CPUs differ far more than those of GPUs.
+    # CPU kernels differ far more than GPU kernels.
     wider = 10 if on_cpu else 1
     return min(wider * MAX_FACTOR, max(MIN_FACTOR / wider, factor))
 
@@ -86,7 +86,7 @@ def save_calibration(found: Calibration, folder: Path) -> Path:
 
 
 def load_calibration(folder: Path) -> Calibration | None:
-    """None if there is no readable file: a calibration is optional."""
+    """Load a calibration; None without a readable file, because it is optional."""
     try:
         content = json.loads((folder / FILE).read_text())
         pairs = {name: tuple(content[name]) for name in ("seconds", "num_layers")}
@@ -96,7 +96,7 @@ def load_calibration(folder: Path) -> Calibration | None:
 
 
 LAYERS = (2, 4)
-# Limit for a step with more layers.
+# Maximum seconds of a step with more layers.
 MAX_SECONDS = 6.0
 STEPS = 2
 
@@ -106,13 +106,13 @@ class Trial:
     """One small model, measured and computed."""
 
     seconds: float
-    peak: float | None  # bytes; None where the device does not count them
+    peak: float | None  # bytes; None if the device does not count them
     computed: StepSeconds
     held: Footprint
 
 
 def measure(shape: Shape, stage: StageConfig, docs: Documents, gpu: Gpu, device: torch.device) -> Calibration:
-    """Measure on `device`, on which nothing else should run."""
+    """Measure on `device`; no other program should use it."""
     tokens = measured_tokens(shape, stage, docs, gpu)
     document_len = max(1, min(tokens, round(docs.mean)))
     lens = [document_len] * (tokens // document_len) + [tokens % document_len] * bool(tokens % document_len)
@@ -145,7 +145,7 @@ def measure(shape: Shape, stage: StageConfig, docs: Documents, gpu: Gpu, device:
 
 
 def measured_tokens(shape: Shape, stage: StageConfig, docs: Documents, gpu: Gpu) -> int:
-    """Tokens of a micro-batch of the stage, halved until a step is short enough."""
+    """Return the tokens of the stage's micro-batch, halved until a step is short enough."""
     small = replace(shape, num_layers=LAYERS[1])
     tokens = stage.tokens_per_pass
     while tokens > 1024:
@@ -160,7 +160,7 @@ def measured_tokens(shape: Shape, stage: StageConfig, docs: Documents, gpu: Gpu)
 
 
 def few_layers(policy: MemoryPolicy, of: int, layers: int) -> MemoryPolicy:
-    """Scale the settings down to fewer layers."""
+    """Scale the memory settings to fewer layers."""
     keep = round(policy.keep_products * layers / of)
     return replace(
         policy,
@@ -175,13 +175,13 @@ def _layer_seconds(trial: Trial) -> float:
 
 
 def _fixed_bytes(trial: Trial) -> float:
-    """Bytes that do not depend on the number of tokens."""
+    """Return the bytes that do not depend on the number of tokens."""
     held = trial.held
     return held.weights + held.optimizer + held.gradients + held.loss
 
 
 def _small(stage: StageConfig, tokens: int, of: int, layers: int) -> StageConfig:
-    """The stage with one micro-batch and few layers."""
+    """Return the stage with one micro-batch and few layers."""
     sizes = {"context_length": tokens, "micro_batch_tokens": None, "batch_tokens": tokens, "tokens": tokens}
     policy = few_layers(stage.memory, of, layers)
     return stage.model_copy(update={**sizes, "mix": {"rows": 1.0}, "lr_overrides": {}, **vars(policy)})
@@ -201,7 +201,7 @@ def _trial(shape: Shape, small: StageConfig, lens: list[int], gpu: Gpu, device: 
 
 
 def _measured(shape: Shape, stage: StageConfig, lens: list[int], device: torch.device) -> tuple[float, float | None]:
-    """Seconds of the fastest step, and peak bytes."""
+    """Return the seconds of the fastest step, and peak bytes."""
     run = _step(shape, stage, lens, device)
     run()
     on_cuda = device.type == "cuda"
@@ -237,7 +237,7 @@ def _step(shape: Shape, stage: StageConfig, lens: list[int], device: torch.devic
 
 
 def _random_model(shape: Shape, stage: StageConfig, device: torch.device) -> Any:
-    """A model with random weights, created on the device in fp32, as a stage loads it."""
+    """Create a model with random weights on the device in fp32, as a stage loads it."""
     register()
     config = LlamaConfig(
         vocab_size=shape.vocabulary,

@@ -1,6 +1,6 @@
-"""Model shapes, bytes that ranks send, and the GPUs that a stage can be planned for.
+"""Model shapes, bytes that ranks send, and the GPUs that `plan` knows.
 
-Layers compute in bf16 (2 bytes). Sizes are counted as in training/parallel; a test counts them there.
+Layers compute in bf16 (2 bytes). Sizes follow training/parallel; a test compares both.
 """
 
 from dataclasses import dataclass
@@ -9,9 +9,9 @@ from unspool.core.config import lookup
 from unspool.training.parallel.config import Layout
 
 HALF, FULL = 2, 4  # bytes of bf16 and fp32
-# Logits that models/loss.py holds at a time on a GPU.
+# Size of the logits chunk of models/loss.py on a GPU.
 LOGITS_BYTES = 384 << 20
-CPU_CHUNK = 2048  # tokens whose logits it holds at a time on a CPU
+CPU_CHUNK = 2048  # tokens per chunk of logits on a CPU
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +51,8 @@ class Shape:
 class Sent:
     """Bytes that one rank sends for one row: forward, recomputation, backward."""
 
-    weights: float  # FSDP: layers gathered twice, gradients summed
-    copies: float  # gradients summed over replicas; in fact once per step, here for one row
+    weights: float  # FSDP: layers gathered twice, gradients reduced
+    copies: float  # gradients reduced over replicas; this happens once per step, here counted for one row
     heads: float  # Ulysses
     keys: float  # ring
 
@@ -61,7 +61,7 @@ class Sent:
 class Links:
     """Bytes per second between devices."""
 
-    inside: float = 0.8 * 450e9  # NVLink 4, each direction, per device; 80% of it is reached
+    inside: float = 0.8 * 450e9  # NVLink 4, each direction, per device; 80% is reached in practice
     between: float = 0.8 * 50e9  # a 400 Gbit/s card per device
     node: int = 8  # devices
 
@@ -71,12 +71,12 @@ def own_tokens(layout: Layout, row: int) -> int:
 
 
 def kv_slices(shape: Shape, ulysses: int) -> int:
-    """KV heads that are sent of each token: all of them, or one for each rank where ranks share them."""
+    """Return the KV heads sent per token: all of them, or one per rank if ranks share them."""
     return max(shape.num_kv_heads, ulysses)
 
 
 def ulysses_elements(shape: Shape, ulysses: int, tokens: int) -> int:
-    """Elements of the two messages of one layer's forward pass: to heads, and back to tokens."""
+    """Return the elements of the two messages of one layer's forward pass: to heads, and back to tokens."""
     slices = 2 * shape.num_heads + 2 * kv_slices(shape, ulysses)
     return slices * shape.head_dim * tokens
 
@@ -90,9 +90,9 @@ def sent(shape: Shape, layout: Layout, row: int) -> Sent:
     return Sent(
         weights=(2 * HALF + FULL) * shape.params * others,
         copies=2 * FULL * shape.params / parts * (layout.replicate - 1) / layout.replicate,
-        # Forward, again, backward.
+        # Forward, recomputation, backward.
         heads=3 * HALF * ulysses_elements(shape, degree, tokens) * shape.num_layers * (degree - 1) / degree,
-        # Backward, the gradients need one turn more to return to their rank.
+        # In the backward pass, the gradients need one more turn to return to their rank.
         keys=(3 * HALF * (ring - 1) + FULL * ring) * keys if ring > 1 else 0.0,
     )
 
@@ -105,7 +105,7 @@ class Gpu:
     name: str
     title: str
     gib: float  # usable by a program
-    tflops: float  # dense bf16, by the data sheet
+    tflops: float  # dense bf16, from the data sheet
     bandwidth: float  # TB/s of device memory
     link: float  # GB/s to the other GPUs of a machine, each direction
     host: float  # GB/s to host memory, as reached in practice
@@ -141,11 +141,11 @@ REFERENCE = GPUS["h200"]
 
 
 def find_gpu(name: str) -> Gpu:
-    return lookup(GPUS, name.lower(), kind="--gpu")
+    return lookup(GPUS, name.lower(), kind="`gpu`")
 
 
 def match_gpu(device_name: str, memory: float) -> Gpu | None:
-    """The GPU by its driver's name, such as `NVIDIA H100 80GB HBM3`; of several, the nearest in memory."""
+    """Find the GPU by its driver's name, such as `NVIDIA H100 80GB HBM3`; of several, the nearest in memory."""
     words = device_name.lower().replace("-", " ").split()
     fitting = [gpu for gpu in _ALL if gpu.name.split("-")[0] in words]
     return min(fitting, key=lambda gpu: abs(gpu.memory - memory)) if fitting else None

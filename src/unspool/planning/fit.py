@@ -1,8 +1,8 @@
-"""Find settings of a stage that fit a machine, and the fastest of them.
+"""Find the fastest settings of a stage that fit a machine.
 
-Settings are tried in this order until something fits: those that change no result (memory settings, layouts), then
-cheaper settings of the optimizer, then weights in host memory (several devices). What is proposed is
-estimated by the same arithmetic as what is written, so that planning again with it gives the same answer.
+Settings are tried in this order until something fits: those that change no result (memory settings, layouts), cheaper
+optimizer settings, weights in host memory (several devices). Proposals and the recipe's own settings are estimated by
+the same arithmetic, so planning again with a proposal gives the same answer.
 """
 
 import shlex
@@ -30,9 +30,9 @@ TILE = 16 << 10
 HOST_SHARE = 0.8
 HOST_ASSUMED = 128 * GIB  # per GPU, without --host-mem
 NODE = 8  # GPUs per machine
-# Smaller savings of step time are not worth a change of settings.
+# Smaller savings of step time do not justify a change of settings.
 MIN_SAVING = 0.02
-# From here on tensors reach 2³¹ elements.
+# From this size on, tensors reach 2³¹ elements.
 MANY_TOKENS = 512 << 10
 
 
@@ -44,12 +44,12 @@ class Machine:
 
     @property
     def room(self) -> float:
-        """Bytes for tensors on each device."""
+        """Return the bytes for tensors on each device."""
         return self.gpu.memory - reserve(self.gpu.memory)
 
     @property
     def host_room(self) -> float:
-        """Bytes for tensors in each device's share of host memory."""
+        """Return the bytes for tensors in each device's share of host memory."""
         if self.gpu.is_cpu:
             return self.room
         whole = HOST_ASSUMED if self.host is None else self.host / min(self.count, NODE)
@@ -58,15 +58,15 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """What is the same for all settings that are tried."""
+    """Inputs that are the same for all settings."""
 
     loaded: LoadedRecipe
     values: Mapping[str, Any]  # the model's config
     shape: Shape
-    docs: Documents  # of the mix, per token
+    docs: Documents  # documents of the mix, per token
     speed: DeviceSpeed
     machine: Machine
-    activations: float = 1.0  # measured ÷ computed bytes of all that grows with tokens
+    activations: float = 1.0  # measured ÷ computed bytes of everything that grows with tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,13 +84,13 @@ class Estimate:
     @property
     def fits(self) -> bool:
         host = self.footprint.on_host
-        if self.machine.gpu.is_cpu:  # one memory for both
+        if self.machine.gpu.is_cpu:  # host and device share one memory
             return self.device_bytes + host.states + host.activations <= self.machine.room
         return self.device_bytes <= self.machine.room and host.needed <= self.machine.host_room
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens per second of all devices."""
+        """Return the tokens per second of all devices."""
         return self.stage.batch_tokens / self.seconds.step
 
     @property
@@ -99,7 +99,7 @@ class Estimate:
 
 
 def estimate(case: Case, stage: StageConfig) -> Estimate:
-    """Memory and time of a stage. Raises a ConfigError if it cannot be spread over the machine's devices."""
+    """Estimate memory and time of a stage; ConfigError if it cannot be distributed over the machine's devices."""
     layout = check_stage(case.loaded, stage, case.values, case.machine.count)
     is_single = case.machine.count == 1
     stage.memory.check_layers(case.shape.num_layers)
@@ -125,7 +125,7 @@ def _correct(found: Footprint, factor: float) -> Footprint:
 
 
 def fastest(case: Case, stage: StageConfig) -> Estimate | None:
-    """The fastest settings that fit; None if none do."""
+    """Return the fastest settings that fit; None if none do."""
     for candidates in (_same_results(case, stage), _other_optimizers(case, stage), _on_host(case, stage)):
         found = [one for one in candidates if one.fits]
         if found:
@@ -134,7 +134,7 @@ def fastest(case: Case, stage: StageConfig) -> Estimate | None:
 
 
 def changes(old: StageConfig, new: StageConfig) -> dict[str, Any]:
-    """Keys of a stage that differ, as `--set` paths below the stage."""
+    """Return the keys of a stage that differ, as `--set` paths below the stage."""
     before, after = old.model_dump(mode="json"), new.model_dump(mode="json")
     found: dict[str, Any] = {}
     for key in after:
@@ -146,9 +146,9 @@ def changes(old: StageConfig, new: StageConfig) -> dict[str, Any]:
 
 
 def _nearest(found: list[Estimate], stage: StageConfig) -> Estimate:
-    """Of the settings that are about as fast as the fastest, the one with the fewest changes.
+    """Among settings about as fast as the fastest, return the one with the fewest changes.
 
-    A ring is chosen only if nothing else fits, because its waiting times are not measured.
+    A ring is chosen only if nothing else fits, because its waiting times have not been measured.
     """
     ring = min(one.layout.ring for one in found)
     without = [one for one in found if one.layout.ring == ring]
@@ -191,7 +191,7 @@ def _on_host(case: Case, stage: StageConfig) -> Iterator[Estimate]:
 
 
 def _parallels(case: Case, stage: StageConfig) -> Iterator[Any]:
-    """Layouts: as written, and all degrees of Ulysses and ring that divide the devices."""
+    """Yield layouts: as written, and all degrees of Ulysses and ring that divide the devices."""
     count, written = case.machine.count, stage.parallel
     yield written
     rest = count // written.replicate if count % written.replicate == 0 else 0
@@ -205,7 +205,7 @@ def _parallels(case: Case, stage: StageConfig) -> Iterator[Any]:
 
 
 def _policies(case: Case, stage: StageConfig) -> Iterator[Estimate]:
-    """Estimates of all memory settings; of those that keep products, with as many layers as fit."""
+    """Yield estimates of all memory settings; settings that keep products use as many layers as fit."""
     yield estimate(case, stage)
     for policy in _plain_policies(case, stage):
         yield estimate(case, _with(stage, policy))
@@ -214,7 +214,7 @@ def _policies(case: Case, stage: StageConfig) -> Iterator[Estimate]:
 
 
 def _leanest(case: Case, stage: StageConfig) -> MemoryPolicy:
-    """The policy that needs the least device memory."""
+    """Return the policy that needs the least device memory."""
     *_, last = (policy for policy in _plain_policies(case, stage) if policy.layers_per_checkpoint == 1)
     return last
 
@@ -279,7 +279,7 @@ class Alternative:
 
     kind: str  # settings | gpus | gpu | host | context
     text: str
-    arguments: tuple[str, ...]  # to add to `unspool plan RECIPE`; empty if the recipe itself has to change
+    arguments: tuple[str, ...]  # to add to `unspool plan RECIPE`; empty if the recipe itself must change
     estimate: Estimate
 
 
@@ -299,7 +299,7 @@ def format_value(key: str, value: Any) -> str:
 
 
 def find_alternatives(case: Case, index: int, stage: StageConfig, chosen: Estimate | None) -> Iterator[Alternative]:
-    """Settings for the given machine; if there are none, other machines and a shorter context."""
+    """Yield settings for the given machine; if there are none, other machines and a shorter context length."""
     if chosen is not None:
         words = set_arguments(index, stage, chosen.stage)
         yield Alternative(kind="settings", text=shlex.join(words), arguments=tuple(words), estimate=chosen)
@@ -360,21 +360,21 @@ def _more_host(case: Case, index: int, stage: StageConfig) -> Iterator[Alternati
 
 
 def _shorter(case: Case, stage: StageConfig) -> Iterator[Alternative]:
-    """A shorter context needs shorter rows, so the recipe has to be edited."""
+    """Yield a shorter context length. It needs shorter rows, so the recipe itself must change."""
     context = stage.context_length // 2
     while context >= 1024:
         if stage.batch_tokens % context == 0:
             shorter = stage.model_copy(update={"context_length": context, "micro_batch_tokens": None})
             found = _first_fit(replace(case, docs=replace(case.docs, squares=min(case.docs.mean, context))), shorter)
             if found is not None:
-                text = f"a context of {format_size(context)}, with rows no longer than that"
+                text = f"a context length of {format_size(context)}, with rows of at most that length"
                 yield Alternative(kind="context", text=text, arguments=(), estimate=found)
                 return
         context //= 2
 
 
 def _first_fit(case: Case, stage: StageConfig) -> Estimate | None:
-    """The stage as written if it fits, else the fastest settings that do."""
+    """Return the stage as written if it fits, else the fastest settings that fit."""
     try:
         written = estimate(case, stage)
     except ConfigError:

@@ -1,9 +1,9 @@
-"""Memory of one rank at the peak of a training step, by what holds it.
+"""Peak memory of one rank in a training step, by component.
 
 Every moment that can be the peak is evaluated: the loss, the backward pass of each layer, the embedding's gradient. A
-moment lists the tensors that are alive then, by the rules of models/memory, models/loss.py and training/optim; a test
-runs those on small models and compares bytes. A GPU computes in bf16, and several ranks keep fp32 shards; a CPU
-computes in fp32. The parts sum to the peak, and more tokens never take less.
+moment lists the tensors that are alive at that time, by the rules of models/memory, models/loss.py and training/optim;
+a test runs these on small models and compares bytes. A GPU computes in bf16, and several ranks keep fp32 shards; a CPU
+computes in fp32. The parts sum to the peak, and more tokens never take less memory.
 
 This holds for Llama-like decoders with cuDNN's workspace as in WORKSPACE. Allocator gaps and the CUDA context are not
 included; `reserve` leaves memory for them.
@@ -26,7 +26,7 @@ GIB = 1 << 30
 WORKSPACE = FULL
 # Tokens, labels and positions are 64-bit numbers.
 _TOKEN_BYTES = 3 * 8
-# Results that wait for their copy to the host when the next layer begins, as models/memory/offload.py bounds them.
+# Results that still wait for their copy to the host when the next layer begins; models/memory/offload.py limits them.
 MAX_IN_FLIGHT = 6 * GIB
 
 
@@ -45,12 +45,12 @@ class StepSetup:
 
     @property
     def element(self) -> int:
-        """Bytes of a number that the model computes with."""
+        """Bytes per number of the model's computing dtype."""
         return FULL if self.on_cpu and self.optimizer.weights == "fp32" else HALF
 
     @property
     def num_shards(self) -> int:
-        """Ranks that shard weights and states."""
+        """Number of ranks that shard weights and states."""
         return self.layout.shard * self.layout.sequence_ranks
 
     @property
@@ -63,7 +63,7 @@ class Footprint:
     """Bytes on a device at the peak, and on its host."""
 
     moment: str
-    weights: float  # weights that the model computes with, or this rank's shard
+    weights: float  # weights in the computing dtype, or this rank's shard
     optimizer: float  # masters and moments
     gradients: float
     checkpoints: float  # inputs of recomputed layers
@@ -79,7 +79,7 @@ class Footprint:
 
     @property
     def host(self) -> float:
-        """Bytes in host memory during a step."""
+        """Return the bytes in host memory during a step."""
         return self.on_host.step
 
 
@@ -94,7 +94,7 @@ class HostFootprint:
     states: float  # parallel.offload: weights, gradients and optimizer state
     activations: float  # pinned: checkpoints and kept results of layers
     batches: float  # pinned: the rows of this step and of the next
-    copy: float  # pinned: the state that a checkpoint is written from; without it, training waits for the disk
+    copy: float  # pinned: copy of the state for writing a checkpoint; without it, training waits for the disk
 
     @property
     def step(self) -> float:
@@ -106,12 +106,12 @@ class HostFootprint:
 
 
 def footprint(shape: Shape, setup: StepSetup) -> Footprint:
-    """Memory at the peak of a step."""
+    """Return the memory at the peak of a step."""
     return max(moments(shape, setup), key=lambda one: one.device)
 
 
 def moments(shape: Shape, setup: StepSetup) -> Iterator[Footprint]:
-    """Memory at each moment that can be the peak."""
+    """Yield the memory at each moment that can be the peak."""
     counter = _MemoryCounter(shape, setup)
     yield counter.at_start()
     yield counter.at_loss()
@@ -122,17 +122,17 @@ def moments(shape: Shape, setup: StepSetup) -> Iterator[Footprint]:
 
 
 def moved_bytes(shape: Shape, setup: StepSetup) -> float:
-    """Bytes that one micro-batch sends to host memory and fetches back."""
+    """Return the bytes that one micro-batch copies to host memory and back."""
     return _MemoryCounter(shape, setup).moved()
 
 
 def _needs_weights(policy: MemoryPolicy) -> bool:
-    """Whether settings are tested on weights (training/parallel/apply.py)."""
+    """Return whether the trainer tests these settings on real weights (training/parallel/apply.py)."""
     return bool(policy.mlp_tiles or policy.offload or policy.keep_on_host)
 
 
 def reserve(memory: float) -> float:
-    """Device memory left for the CUDA context and for gaps between tensors."""
+    """Return the device memory reserved for the CUDA context and for gaps between tensors."""
     return 1.0 * GIB + 0.04 * memory
 
 
@@ -149,7 +149,7 @@ class _MemoryCounter:
         self.recomputed = self.policy.activation_checkpointing != "none"
         self.hosts = self._host_layers()
         by_layer = [self.kept(layer) for layer in range(shape.num_layers)]
-        # Entry n: what the first n layers keep on the device.
+        # Entry n: the bytes that the first n layers keep on the device.
         self.kept_below = [0.0, *accumulate(device for device, _ in by_layer)]
 
     # Independent of the context length
@@ -159,7 +159,7 @@ class _MemoryCounter:
         if setup.is_single:
             return self.element * self.shape.params
         own = 0.0 if setup.on_host else FULL * self.shape.params / setup.num_shards
-        # Two gathered groups of layers, and the gradient of one as it is computed and as it is summed. The head stays
+        # Two gathered groups of layers, and the gradient of one, both as computed and as reduced. The head stays
         # gathered throughout a step.
         together = min(self.policy.layers_per_checkpoint, self.shape.num_layers) * self.shape.layer_params
         return own + (2 * HALF + HALF + FULL) * together + HALF * self.shape.table_params
@@ -169,7 +169,7 @@ class _MemoryCounter:
         setup, params, config = self.setup, self.shape.params, self.setup.optimizer
         if not setup.is_single:
             return 0.0 if setup.on_host else config.state_bytes() * params / setup.num_shards
-        # What computes in fp32 is its own master.
+        # Weights that compute in fp32 are their own masters.
         return ((0 if self.is_fp32 else config.master_bytes()) + config.state_bytes()) * params
 
     def gradients(self, params: float) -> float:
@@ -182,7 +182,7 @@ class _MemoryCounter:
         grads = self.grad_bytes * params
         if setup.micro_batches == 1:
             return grads
-        # Those of the previous micro-batch; from the second sum on in fp32.
+        # Gradients of the previous micro-batch; from the second sum on in fp32.
         before = FULL if setup.micro_batches > 2 else self.grad_bytes
         return FULL * params + before * (self.shape.params - params)
 
@@ -203,7 +203,7 @@ class _MemoryCounter:
         return self._norm_saved() + 4 * self.inner
 
     def _norm_saved(self) -> float:
-        """Bytes per token that a norm saves: input and result; if not fused, also what it scales, in bf16 twice."""
+        """Bytes per token that a norm saves: input and result; if not fused, also its scaled input, in bf16 twice."""
         return (2 if self.setup.compiled else 3 if self.is_fp32 else 4) * self.hidden
 
     @property
@@ -225,7 +225,7 @@ class _MemoryCounter:
         if self.policy.mlp_tiles:
             tile = min(1.0, self.policy.mlp_tiles / self.setup.tokens)
             return saved + self.hidden + tile * (5 if self.setup.compiled else 6) * self.inner
-        # The gate's gradients, while their inputs are still alive.
+        # The gradients of the gate, while their inputs are still alive.
         return saved + 2 * self.inner
 
     def _norm_peak(self) -> float:
@@ -253,7 +253,7 @@ class _MemoryCounter:
     # Kept for the backward pass
 
     def kept(self, layer: int) -> tuple[float, float]:
-        """Bytes that a layer keeps on the device and on the host until its backward pass."""
+        """Return the bytes that a layer keeps on the device and on the host until its backward pass."""
         tokens, policy = self.setup.tokens, self.policy
         if not self.recomputed:
             return tokens * (self.attention_saved() + self.mlp_saved()), 0.0
@@ -272,11 +272,11 @@ class _MemoryCounter:
         return {first + number * keep // on_host for number in range(on_host)}
 
     def in_flight(self) -> float:
-        """Results of the last host layer that are still being copied."""
+        """Return the bytes of the last host layer that are still being copied."""
         return min(MAX_IN_FLIGHT, 2 * self.inner * self.setup.tokens) if self.policy.keep_on_host else 0.0
 
     def checkpoints(self, until: int) -> float:
-        """Bytes of activation checkpoints up to layer `until` on the device."""
+        """Return the bytes of activation checkpoints up to layer `until` on the device."""
         if not self.recomputed:
             return 0.0
         every, one = self.policy.layers_per_checkpoint, self.hidden * self.setup.tokens
@@ -284,14 +284,14 @@ class _MemoryCounter:
         begun = until // every + 1
         if not self.policy.offload:
             return begun * one
-        # The last one stays on the device; one other is being copied, in either direction.
+        # The last one stays on the device; one other is being copied in either direction.
         on_device = (begun == groups) + (begun > 1)
         return on_device * one + (begun < groups) * one
 
     # Moments
 
     def _base(self, moment: str, params: float, layers: int) -> Footprint:
-        """Memory while `layers` layers wait for their backward pass and `params` parameters have gradients."""
+        """Return memory while `layers` layers wait for their backward pass and `params` parameters have gradients."""
         on_device = self.checkpoints(layers - 1) if layers else 0.0
         tables = 2 * FULL * self.shape.head_dim
         return Footprint(
@@ -310,7 +310,7 @@ class _MemoryCounter:
     def on_host(self) -> HostFootprint:
         setup, config = self.setup, self.setup.optimizer
         params = self.shape.params / setup.num_shards
-        # One device loads the model through host memory, and so does each of several that tests settings on weights.
+        # One device loads the model through host memory, as does each of several that test settings on weights.
         loads_full = setup.is_single or setup.compiled or setup.on_host or _needs_weights(self.policy)
         return HostFootprint(
             loading=FULL * self.shape.params if loads_full else 0.0,
@@ -331,7 +331,7 @@ class _MemoryCounter:
         )
 
     def moved(self) -> float:
-        """Bytes that go to the host in every forward pass and come back."""
+        """Return the bytes that go to the host and back in every micro-batch."""
         return activation_bytes(self.policy, self.widths(), self.setup.tokens, block_bytes=1)
 
     def at_start(self) -> Footprint:
@@ -345,9 +345,9 @@ class _MemoryCounter:
         chunk = min(tokens, CPU_CHUNK if self.setup.on_cpu else LOGITS_BYTES / (HALF * shape.vocabulary))
         logits = self.element * shape.vocabulary * chunk
         base = self._base("the loss", 0, shape.num_layers)
-        # The head's gradient in fp32, that of the hidden states, a chunk of logits and its gradient.
+        # The head's gradient in fp32, the gradient of the hidden states, a chunk of logits and its gradient.
         loss = FULL * shape.table_params + self.hidden * tokens + logits + chunk * self.hidden
-        # The last layer's output, as the last norm saves it, and the norm's own.
+        # The last layer's output, as the last norm saves it, and the norm's own output.
         last = self._norm_saved() * tokens
         return replace(base, loss=loss, kept=base.kept + self.in_flight(), batch=base.batch + last)
 
@@ -365,10 +365,10 @@ class _MemoryCounter:
                 kept += self.kept(first - 1)[1]
             elif first > max(self.hosts):
                 kept += self.in_flight()
-        # All but one layer of a group wait with their saved tensors.
+        # All layers of a group except one wait with their saved tensors.
         waiting = (last - first) * (self.attention_saved() + self.mlp_saved())
         own = self.layer_peak() + waiting
-        # The group's input counts as a checkpoint; a norm that is not fused saves its own copy in fp32.
+        # The group's input counts as a checkpoint; an unfused norm saves its own copy in fp32.
         shared = self.setup.compiled or self.policy.mlp_tiles or self.is_fp32
         own -= self.hidden if self.recomputed and shared else 0.0
         return replace(
@@ -380,7 +380,7 @@ class _MemoryCounter:
         )
 
     def _head_gradient(self) -> float:
-        """The head's gradient stays until the end where weights are sharded or tied."""
+        """Return the bytes of the head's gradient, which stays until the end if weights are sharded or tied."""
         table = self.shape.table_params
         if not self.setup.is_single:
             return (HALF + FULL) * table if self.shape.tied else FULL * table
@@ -390,7 +390,7 @@ class _MemoryCounter:
         shape = self.shape
         layers = shape.num_layers * shape.layer_params
         base = self._base("the embedding's gradient", layers + (0 if shape.tied else shape.table_params), 0)
-        # As computed, and in fp32 where the optimizer takes it so; a tied one is added to the head's.
+        # As computed, and in fp32 if the optimizer needs that; a tied gradient is added to the head's.
         in_fp32 = not self.is_fp32 and (self.grad_bytes == FULL or self.setup.micro_batches > 1)
         table = (self.element + (FULL if in_fp32 else 0)) * shape.table_params
         tied = self.element * shape.table_params if shape.tied else 0.0

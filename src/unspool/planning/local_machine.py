@@ -1,4 +1,4 @@
-"""The devices of this machine, as `plan` takes them: its GPU, or its CPU with rates that are measured."""
+"""Local devices for `plan`: the GPU, or the CPU with measured rates."""
 
 import os
 import time
@@ -10,24 +10,24 @@ from unspool.core.host_memory import measure_host_memory
 from unspool.planning.cost import GIB, Gpu, match_gpu
 
 CPU, THIS = "cpu", "this"  # values of --gpu
-_WIDTH = 1024  # of the matrices that are multiplied
+_WIDTH = 1024  # width of the multiplied matrices
 _COPIED = 64 << 20  # bytes, beyond any cache
 _SECONDS = 0.4  # for each rate
 
 
 def local_gpu() -> Gpu | None:
-    """The GPU of this machine; None without one. ConfigError if its rates are not known."""
+    """Return the local GPU; None without one; ConfigError if its rates are not known."""
     found = gpus()
     if not found:
         return None
     gpu = match_gpu(found[0]["name"], float(found[0]["memory_bytes"]))
     if gpu is None:
-        raise ConfigError(f"the local GPU, {found[0]['name']}, is not known; use --gpu with the name of a similar one.")
+        raise ConfigError(f"the local GPU, {found[0]['name']}, is not known; pass a similar GPU with `gpu`.")
     return gpu
 
 
 def local_cpu() -> Gpu:
-    """This machine's CPU and memory; takes a second."""
+    """Measure this machine's CPU and memory; takes a second."""
     import torch
 
     threads = torch.get_num_threads()
@@ -48,14 +48,14 @@ def local_cpu() -> Gpu:
 
 
 def _memory() -> float:
-    """Bytes of memory that this machine, or the container, has."""
+    """Return the bytes of memory of this machine or container."""
     found = measure_host_memory()
-    # Outside of Linux, what POSIX tells.
+    # Outside Linux, use POSIX.
     return float(found.total if found else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
 def _seconds(work: Callable[[], object]) -> float:
-    """Median seconds of one call: the mean would count what other programs take, and the fastest would never be met."""
+    """Return median seconds of one call: the mean would include other programs, the minimum is too optimistic."""
     work()
     times: list[float] = []
     end = time.perf_counter() + _SECONDS

@@ -71,23 +71,26 @@ def choose_machine(gpu: str | None, count: int, host_mem: str | None, *, here: b
     host, name = _bytes(host_mem), (gpu or "").lower()
     if name == CPU or (name == THIS and local_gpu() is None):
         if count > 1:
-            raise ConfigError(f"--gpu {gpu} plans for one process on this CPU; leave --count out.")
+            raise ConfigError(f"`gpu={gpu!r}` plans for one process on this CPU; leave `count` out.")
         if host is not None:
-            raise ConfigError(f"--gpu {gpu} plans for this machine's own memory; leave --host-mem out.")
+            raise ConfigError(f"`gpu={gpu!r}` plans for this machine's own memory; leave `host_mem` out.")
         return Machine(gpu=local_cpu(), count=1)
     own = local_gpu() if name in ("", THIS) or here else None
     if here and own is None:
-        raise ConfigError("--measure needs a local GPU, and there is none; add --gpu this to measure on this CPU.")
+        raise ConfigError(
+            "`measured=True` needs a local GPU, and there is none; add `gpu='this'` to measure on this CPU."
+        )
     if here and name not in ("", THIS) and own is not None and find_gpu(name) != own:
         raise ConfigError(
-            f"--measure uses the local {own.name}, so --gpu {gpu} cannot be combined with it; remove one of them."
+            f"`measured=True` uses the local {own.name}, so `gpu={gpu!r}` cannot be combined with it; remove one of "
+            "them."
         )
     if host is None and name in ("", THIS) and own is not None:
         memory = measure_host_memory()
         host = None if memory is None else float(memory.total)
     if own is None and not name:
         logger.info(
-            f"no local GPU and no --gpu: planning for {REFERENCE.title}; --gpu this plans for this machine's CPU"
+            f"no local GPU and no `gpu`: planning for {REFERENCE.title}; `gpu='this'` plans for this machine's CPU"
         )
     return Machine(gpu=own or (find_gpu(name) if name else REFERENCE), count=count, host=host)
 
@@ -98,7 +101,7 @@ def _bytes(text: str | None) -> float | None:
     match = _BYTES.fullmatch(text.strip())
     if match is None or not float(match[1]):
         raise ConfigError(
-            f"--host-mem {text!r} is not a size; use a number with G or T, such as 512G or 1.9T (powers of 1024)."
+            f"`host_mem` {text!r} is not a size; use a number with G or T, such as 512G or 1.9T (powers of 1024)."
         )
     return float(match[1]) * (GIB if match[2].upper() == "G" else 1024 * GIB)
 

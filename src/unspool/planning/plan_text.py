@@ -34,7 +34,7 @@ def print_plan(console: Console, found: "Plan") -> None:
 
 
 def _print_sources(console: Console, found: "Plan") -> None:
-    table = _table("source", "has", "how it is known", "trained on", "epochs")
+    table = _table("source", "has", "origin of the number", "trained on", "epochs")
     for source in found.data.sources:
         amount = source.available
         has = "?" if amount.tokens is None else format_count(amount.tokens)
@@ -47,7 +47,7 @@ def _print_stage(console: Console, found: "Plan", planned: "StagePlan", price: f
     steps = f"{stage.steps} steps of {format_size(stage.batch_tokens)} at {format_size(stage.context_length)}"
     console.print(f"\nstage {stage.name}", style="bold", end="")
     console.print(f"  {steps}, {format_count(stage.steps * stage.batch_tokens)} tokens")
-    table = _table("dataset", "share", "tokens", "epochs", "documents", "how lengths are known")
+    table = _table("dataset", "share", "tokens", "epochs", "documents", "origin of lengths")
     for use in uses:
         cells = (
             f"{use.share:.0%}",
@@ -80,7 +80,7 @@ def _print_stage(console: Console, found: "Plan", planned: "StagePlan", price: f
 def _print_estimate(console: Console, planned: "StagePlan", chosen: Estimate, price: float | None) -> None:
     held, machine, seconds = chosen.footprint, chosen.machine, chosen.seconds
     parts = ", ".join(f"{part} {getattr(held, part) / GIB:.1f}" for part in PARTS if getattr(held, part) >= 0.05 * GIB)
-    rest = "what Python and other programs take" if machine.gpu.is_cpu else "the CUDA context"
+    rest = "Python and other programs" if machine.gpu.is_cpu else "the CUDA context"
     room = f"{held.device / GIB:.1f} of {machine.room / GIB:.1f} GiB ({machine.gpu.gib:.4g} minus {rest})"
     console.print(f"memory     {room} in {held.moment}", soft_wrap=True)
     console.print(f"           {parts}", soft_wrap=True)
@@ -100,7 +100,7 @@ def _print_estimate(console: Console, planned: "StagePlan", chosen: Estimate, pr
 
 
 def _print_reported(console: Console, planned: "StagePlan", chosen: Estimate) -> None:
-    """The paper's hours, and how much of the difference is speed, device, and what attention costs."""
+    """Print the paper's hours, and the parts of the difference due to speed, device and attention cost."""
     found = planned.reported
     if found is None:
         return
@@ -115,15 +115,15 @@ def _print_reported(console: Console, planned: "StagePlan", chosen: Estimate) ->
     if found.mfu is not None and planned.mfu is not None:
         lines[0] += f": the same work at MFU {planned.mfu:.0%} instead of {found.mfu:.0%}"
     if planned.waiting > 1.02:
-        lines.append(f"not in this plan: ranks wait for those with longer documents, ×{planned.waiting:.2f}")
+        lines.append(f"not in this plan: ranks wait for ranks with longer documents, ×{planned.waiting:.2f}")
     if found.mfu and found.full_mfu and found.full_mfu > 1.2 * found.mfu:
-        lines.append(f"if each row cost the paper as much as one document of that length, MFU {found.full_mfu:.0%}")
+        lines.append(f"if each row had cost the paper as much as one document of that length: MFU {found.full_mfu:.0%}")
     for line in [*lines, *([hours.why] if hours.why else [])]:
         console.print(f"           {line}", soft_wrap=True)
 
 
 def _host(chosen: Estimate) -> str:
-    """Host memory of one GPU by what holds it; the checkpoint's copy only where there is room for it."""
+    """Describe host memory of one GPU by component; the checkpoint's copy only if it fits."""
     machine, host = chosen.machine, chosen.footprint.on_host
     parts = {"loading": host.loading, "states": host.states, "activations": host.activations, "batches": host.batches}
     shown = [f"{name} {size / GIB:.1f}" for name, size in parts.items() if size >= 0.05 * GIB]

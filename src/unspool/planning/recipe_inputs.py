@@ -1,10 +1,10 @@
-"""What a recipe will read: the shape of its model, and tokens, epochs and document lengths of its stages.
+"""Inputs of a recipe: the shape of its model, and tokens, epochs and document lengths of its stages.
 
-The model's shape comes from the first of: the config in a folder, a file or the Hub's cache; the recipe of the earlier
-run that makes the model; the published shapes of SHAPES; the Hub.
+The model's shape comes from the first of these: the config in a folder, a file or the Hub's cache; the recipe of the
+earlier run that makes the model; the published shapes in SHAPES; the Hub.
 
-Tokens and lengths in the run folder are counted. What is not built yet is estimated: tokens from file sizes or limits,
-lengths from the packing, with ASSUMED tokens per packed document. Unknown numbers are reported as unknown.
+Tokens and lengths in the run folder are counted. If they do not exist yet, tokens are estimated from file sizes or
+limits, and lengths from the packing, with ASSUMED tokens per packed document. Unknown numbers are reported as unknown.
 """
 
 import re
@@ -33,9 +33,9 @@ from unspool.recipe.load import LoadedRecipe, load_recipe
 from unspool.recipe.paths import bundled_recipes
 from unspool.training.config import StageConfig
 
-# runs/NAME/stages/STAGE/model, as `unspool run` lays it out.
+# runs/NAME/stages/STAGE/model, the layout of `unspool run`.
 OF_A_RUN = re.compile(r"(?P<run>.*?(?P<name>[^/]+))/stages/[^/]+/model/?")
-# Length of a chain of recipes that start from each other.
+# Maximum length of a chain of recipes that start from each other.
 MAX_CHAIN = 8
 
 
@@ -69,7 +69,7 @@ def _published(
 
 
 TIED = {"tie_word_embeddings": True}
-# By a pattern of the Hub id; the first match counts.
+# By a pattern of the Hub id; the first match is used.
 SHAPES = {
     r"llama-3\.2-1b": _published(128_256, 2048, 8192, 16, (32, 8), 5e5, 131_072, **TIED),
     r"llama-3\.2-3b": _published(128_256, 3072, 8192, 28, (24, 8), 5e5, 131_072, **TIED),
@@ -90,7 +90,7 @@ SHAPES = {
 
 
 def planned_model(loaded: LoadedRecipe, given: str | None = None) -> PlannedModel:
-    """`given` is `--model`: a model to read the shape from instead of the recipe's own."""
+    """Find the shape of the recipe's model, or of `given`, the value of `--model`."""
     model: str | NewModel = given or loaded.recipe.model
     for _ in range(MAX_CHAIN):
         if isinstance(model, NewModel):
@@ -107,7 +107,7 @@ def planned_model(loaded: LoadedRecipe, given: str | None = None) -> PlannedMode
         if known is not None:
             return PlannedModel(shape=shape_of(known, model), values=known, origin=f"{model}, as published")
         return _from_hub(ref, model)
-    raise ConfigError(f"model {model}: recipes start from each other in a circle; use --model CONFIG.")
+    raise ConfigError(f"model {model}: recipes start from each other in a circle; give its config as `model`.")
 
 
 def _new(loaded: LoadedRecipe, model: NewModel) -> PlannedModel:
@@ -116,7 +116,7 @@ def _new(loaded: LoadedRecipe, model: NewModel) -> PlannedModel:
     words = _vocabulary(path)
     if words is None:
         raise ConfigError(
-            f"model.tokenizer {model.tokenizer}: no tokenizer.json there, so its size is unknown; correct the path."
+            f"model.tokenizer {model.tokenizer}: it has no tokenizer.json, so its size is unknown; correct the path."
         )
     values |= {"vocab_size": words}
     return PlannedModel(shape=shape_of(values, model.size), values=values, origin=f"a new model of size {model.size}")
@@ -129,7 +129,7 @@ def _vocabulary(path: Path) -> int | None:
 
 
 def _start_of(loaded: LoadedRecipe, model: str) -> tuple[LoadedRecipe, str | NewModel] | None:
-    """The recipe of the run that makes this model, and the model that it starts from."""
+    """Find the recipe of the run that makes this model, and the model that it starts from."""
     match = OF_A_RUN.fullmatch(model)
     if match is None:
         return None
@@ -146,24 +146,27 @@ def _start_of(loaded: LoadedRecipe, model: str) -> tuple[LoadedRecipe, str | New
 def _from_hub(ref: str, model: str) -> PlannedModel:
     if model.startswith((".", "/", "~")) or not HUB_ID.fullmatch(ref):
         raise ConfigError(
-            f"model {model}: not found, so its shape is unknown; pass its config with --model FOLDER or a Hub id."
+            f"model {model}: not found, so its shape is unknown; give a folder or Hub id with its config as `model`."
         )
     try:
         values = config_values(ref)
     except ConfigError as error:
-        raise ConfigError(f"{error} Pass the config of a model of the same shape with --model.") from None
+        raise ConfigError(f"{error} Give the config of a model of the same shape as `model`.") from None
     return PlannedModel(shape=shape_of(values, model), values=values, origin=f"the Hub's config of {model}")
 
 
 def shape_of(values: dict[str, Any], model: str) -> Shape:
     if any(values.get(name) for name in ("num_local_experts", "num_experts", "n_routed_experts")):
         raise ConfigError(
-            f"model {model} is a mixture of experts, which cannot be planned yet; `unspool train` prints memory and "
+            f"model {model} is a mixture of experts, which `plan` does not support; `unspool train` prints memory and "
             "time after a few steps."
         )
     missing = [name for name in ("hidden_size", "num_hidden_layers", "intermediate_size") if not values.get(name)]
     if missing:
-        raise ConfigError(f"model {model}: its config has no {missing[0]}, so it cannot be planned; use --model.")
+        raise ConfigError(
+            f"model {model}: its config has no {missing[0]}, so it cannot be planned; give the config of a similar "
+            "model as `model`."
+        )
     heads = int(values["num_attention_heads"])
     hidden = int(values["hidden_size"])
     return Shape(
@@ -183,7 +186,7 @@ def shape_of(values: dict[str, Any], model: str) -> Shape:
 
 # Tokens of a packed document that is not counted yet, such as a web page.
 ASSUMED = 1024
-# Rows to read, evenly spaced, if there are more.
+# Number of rows to read, evenly spaced, if there are more.
 MAX_ROWS = 4096
 COUNTED, ESTIMATED, UNKNOWN = "counted", "estimated", "unknown"
 
@@ -215,7 +218,7 @@ class SourceUse:
     """One source over all stages."""
 
     name: str
-    tokens: float  # that stages train on
+    tokens: float  # tokens that stages train on
     available: Amount
     epochs: float | None
 
@@ -224,7 +227,7 @@ class SourceUse:
 class DataPlan:
     stages: dict[str, tuple[DatasetUse, ...]]
     sources: tuple[SourceUse, ...]
-    documents: dict[str, Documents]  # by stage, of a whole step
+    documents: dict[str, Documents]  # documents of a whole step, by stage
     warnings: tuple[str, ...]
 
     def lengths_are_counted(self, stage: str) -> bool:
@@ -253,7 +256,7 @@ def plan_data(loaded: LoadedRecipe) -> DataPlan:
 
 
 def documents_of(uses: tuple[DatasetUse, ...]) -> Documents:
-    """Documents of a stage's mix, per token."""
+    """Return the documents of a stage's mix, per token."""
     total = sum(use.share for use in uses)
     return Documents(tokens=1.0, squares=sum(use.share / total * use.document_len for use in uses))
 
@@ -265,7 +268,7 @@ def _known(uses: tuple[DatasetUse, ...]) -> dict[str, float]:
 def _uses(
     loaded: LoadedRecipe, stage: StageConfig, built: dict[str, RowSet | None], amounts: dict[str, Amount]
 ) -> Iterator[DatasetUse]:
-    """The datasets of a stage's mix, in its order."""
+    """Return the datasets of a stage's mix, in its order."""
     tokens = stage.steps * stage.batch_tokens
     total = sum(stage.mix.values())
     exact = _exact_epochs(loaded, stage, built)
@@ -286,7 +289,7 @@ def _uses(
 
 
 def _exact_epochs(loaded: LoadedRecipe, stage: StageConfig, built: dict[str, RowSet | None]) -> dict[str, float]:
-    """Epochs as the stage itself will report them, if all its datasets are built."""
+    """Return the epochs that the stage will report, if all its datasets are built."""
     rows = {name: built[name] for name in stage.mix}
     found = {name: row_set for name, row_set in rows.items() if row_set is not None}
     if len(found) < len(rows):
@@ -298,7 +301,7 @@ def _exact_epochs(loaded: LoadedRecipe, stage: StageConfig, built: dict[str, Row
 
 
 def _open(folder: Path, config: DatasetConfig) -> RowSet | None:
-    """A dataset that is built with the seq_len that the recipe has now."""
+    """Open a dataset if it is built with the recipe's current seq_len."""
     if read_manifest(folder) is None or not any(folder.glob("rows-*.arrow")):
         return None
     rows = open_rows(folder)
@@ -328,7 +331,7 @@ def _rows_amount(config: DatasetConfig, rows: RowSet | None, amounts: dict[str, 
 def _document_len(
     config: DatasetConfig, rows: RowSet | None, stage: StageConfig, loaded: LoadedRecipe
 ) -> tuple[float, str]:
-    """Σ length² ÷ Σ length of the spans that attend to themselves, and its origin."""
+    """Return Σ length² ÷ Σ length of the spans that attend to themselves, and its origin."""
     if rows is not None:
         every = max(1, len(rows) // MAX_ROWS)
         picked = [rows[index] for index in range(0, len(rows), every)]
@@ -358,7 +361,7 @@ def _source_len(loaded: LoadedRecipe, name: str, row_len: int) -> tuple[float, s
         return squares / sum(lengths["tokens"]), f"{COUNTED} in the corpus"
     expected = source.with_paths(loaded.path).estimate().document_len
     if expected is not None:
-        return min(expected, float(row_len)), "as they are generated"
+        return min(expected, float(row_len)), "as generated"
     return float(min(ASSUMED, row_len)), f"assumed: documents of {format_size(ASSUMED)}"
 
 

@@ -1,6 +1,7 @@
 """The plan of a recipe: data, memory, time and settings of each stage, before anything runs.
 
-Nothing is written and no weight is read. A stage that does not fit as written comes with alternatives that do.
+Nothing is written and no weights are read. For a stage that does not fit as written, the plan lists alternatives that
+fit.
 """
 
 import io
@@ -51,14 +52,14 @@ class StagePlan:
     stage: StageConfig
     index: int
     flops_per_token: float
-    written: Estimate | None  # None: it cannot be spread over these devices
-    problem: str | None  # why it does not fit as written
-    chosen: Estimate | None  # as written if that fits, else settings that fit this machine
-    faster: Estimate | None  # settings with the same results that take less time
+    written: Estimate | None  # None: it cannot be distributed over these devices
+    problem: str | None  # the reason why it does not fit as written
+    chosen: Estimate | None  # the stage as written if it fits, else settings that fit this machine
+    faster: Estimate | None  # faster settings with the same results
     alternatives: tuple[Alternative, ...]
     rope: tuple[str, ...]
-    reported: "ReportedSpeed | None" = None  # of the paper, where the stage has `reported`
-    waiting: float = 1.0  # step ÷ planned step where ranks wait for those with longer documents; not in the plan's time
+    reported: "ReportedSpeed | None" = None  # of the paper, if the stage has `reported`
+    waiting: float = 1.0  # step ÷ planned step if ranks wait for ranks with longer documents; not in the plan's time
 
     @property
     def fits(self) -> bool:
@@ -75,17 +76,17 @@ class StagePlan:
 
 @dataclass(frozen=True, kw_only=True)
 class ReportedSpeed:
-    """A paper's hours as speeds, which can be compared whatever is trained with the recipe."""
+    """A paper's hours as speeds, which can be compared for any model."""
 
     hours: ReportedHours
     tokens_per_second: float  # per GPU
-    mfu: float | None  # None for a GPU that is not known here
+    mfu: float | None  # None for an unknown GPU
     full_mfu: float | None  # if every row cost as much as one document that fills it
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What a recipe needs, and settings of its stages that fit."""
+    """Resources of a recipe, and settings of its stages that fit."""
 
     loaded: LoadedRecipe
     model: PlannedModel
@@ -101,12 +102,12 @@ class Plan:
 
     @property
     def hours(self) -> float | None:
-        """None if no settings fit some stage."""
+        """Return the hours of all stages; None if some stage does not fit."""
         found = [stage.chosen.hours for stage in self.stages if stage.chosen is not None]
         return sum(found) if len(found) == len(self.stages) else None
 
     def refusals(self) -> list[str]:
-        """What does not fit as written, and what would; empty if all stages fit."""
+        """Describe what does not fit as written, and what would; empty if all stages fit."""
         lines = []
         for planned in self.stages:
             if planned.problem is None:
@@ -151,10 +152,10 @@ def _rates(machine: Machine, measured: Calibration | None) -> str:
     if measured is not None:
         return f"measured: {measured.summary}"
     if machine.gpu.is_cpu:
-        return f"{machine.gpu.rates}, measured here for a second; --measure measures whole steps"
+        return f"{machine.gpu.rates}, measured here for a second; measuring whole steps is more accurate"
     if machine.gpu.measured:
-        return f"measured on one {machine.gpu.title}; several, and their links, are computed"
-    return f"estimated: those of an H200, scaled by the data sheet of {machine.gpu.title}"
+        return f"measured on one {machine.gpu.title}; computed for several GPUs and their links"
+    return f"estimated: rates of an H200, scaled by the data sheet of {machine.gpu.title}"
 
 
 def _plan_stage(
@@ -202,7 +203,7 @@ def _plan_stage(
 
 
 def _waiting(uses: Sequence[DatasetUse], stage: StageConfig, model: PlannedModel, layout: Layout) -> float:
-    """How much longer steps take than with equal work on all ranks, in DRAWN steps of the mix."""
+    """Estimate step time ÷ step time with equal work on all ranks, over DRAWN steps of the mix."""
     groups, rows = layout.replicate * layout.shard, stage.batch_tokens // stage.context_length
     if groups == 1 or rows % groups:
         return 1.0
@@ -249,12 +250,12 @@ def _too_much(found: Estimate) -> str:
     what = "while the model is loaded" if host.loading > host.step else "in a step"
     return (
         f"it needs {host.needed / GIB:.1f} GiB of host memory for {whose} {what}, but {machine.host_room / GIB:.1f} "
-        "are free; set --host-mem to what the machine has"
+        "are free; give the host memory of the machine"
     )
 
 
 def _rope_stage(stages: Sequence[StageConfig], index: int) -> StageConfig:
-    """The stage whose RoPE stage `index` has: its own, or the one it starts from if it changes nothing."""
+    """Return the stage that sets the RoPE of stage `index`: itself, or an earlier stage if it changes nothing."""
     stage = stages[index]
     names = [earlier.name for earlier in stages[:index]]
     start = names[-1:] if stage.init == "previous" else [stage.init]
@@ -264,7 +265,7 @@ def _rope_stage(stages: Sequence[StageConfig], index: int) -> StageConfig:
 
 
 def rope_lines(values: dict[str, Any], stage: StageConfig, owner: StageConfig) -> list[str]:
-    """One or two lines on the stage's RoPE, which `owner` has set; `unspool rope` says more."""
+    """Describe the stage's RoPE, set by `owner`, in one or two lines; `unspool rope` has details."""
     try:
         rope = rope_of(values)
     except ConfigError:

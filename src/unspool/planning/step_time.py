@@ -1,7 +1,7 @@
-"""Seconds of a training step on one rank, by what takes them.
+"""Seconds of a training step on one rank, by component.
 
-Matrix products, attention and the operators between them run one after the other. Copies to the host and weights of
-other ranks overlap with them, and count only where they take longer. Ulysses overlaps with nothing.
+Matrix products, attention and the operators between them run one after the other. Copies to the host, and weights of
+other ranks, overlap with them and count only if they take longer. Ulysses overlaps with nothing.
 
 Rates were measured on one H200 with whole models: matrix products of hidden size 4,096 at 705 TFLOP/s and of 576 at
 about 440; attention as in ATTENTION; other operators at 3.0 TB/s when fused, 2.8 times as long when not. Other devices
@@ -19,13 +19,14 @@ from unspool.planning.footprint import StepSetup, moved_bytes
 # Rates on the reference device.
 MATMUL = 785e12  # for very wide matrices; width w reaches w / (w + NARROW) of it
 NARROW = 450
-# By largest head size: forward rate, backward rate, and seconds per token and query element that even a short document
-# costs (forward and backward).
+# By largest head size: forward rate, backward rate, and the minimum seconds per token and query element, which apply to
+# short documents (forward and backward).
 ATTENTION = {64: (495e12, 435e12, 2.6e-11), 256: (593e12, 522e12, 1.08e-11)}
 BETWEEN = 3.0e12  # bytes per second of fused operators
 UNFUSED = 2.8  # times as long if not fused
 BACKWARD = 2.5  # operations of attention's backward pass ÷ its forward pass
-# Seconds that Python needs to launch the kernels of a layer, forward and backward. Short rows wait for it.
+# Seconds that Python needs to launch the kernels of a layer, forward and backward. With short rows, the GPU waits for
+# it.
 LAUNCH = 1.0e-3
 HOST_UPDATE = 20e9  # bytes per second of an update in host memory, for one device's share of its machine
 
@@ -34,19 +35,19 @@ HOST_UPDATE = 20e9  # bytes per second of an update in host memory, for one devi
 class DeviceSpeed:
     """Speed of a device relative to the reference, with the corrections of a measured run."""
 
-    compute: float = 1.0  # of matrix products and attention
+    compute: float = 1.0  # for matrix products and attention
     memory: float = 1.0
     host: float = 50e9
     links: Links = field(default_factory=Links)
     narrow: float = NARROW  # width at which matrix products reach half of the rate
-    short: float = 1.0  # what even a short document costs attention
+    short: float = 1.0  # factor on the minimum cost of attention for short documents
     layers: float = 1.0  # measured ÷ computed seconds of layers
-    rest: float = 1.0  # the same of head, loss and update
+    rest: float = 1.0  # the same for head, loss and update
 
 
 def device_speed(gpu: Gpu) -> DeviceSpeed:
     if gpu.is_cpu:
-        # Rates as measured there. A number has twice the bytes of one on a GPU.
+        # Rates as measured on that CPU. An fp32 number has twice the bytes of a bf16 number on a GPU.
         return DeviceSpeed(
             compute=gpu.tflops * 1e12 / MATMUL, memory=gpu.bandwidth * 1e12 / 2 / BETWEEN, narrow=0.0, short=0.0
         )
@@ -63,7 +64,7 @@ class StepSeconds:
     between: float  # norms, rotations, gates
     loss: float
     update: float
-    waiting: float  # for the host, for other ranks, for Python
+    waiting: float  # for the host, other ranks and Python
 
     @property
     def step(self) -> float:
@@ -72,18 +73,18 @@ class StepSeconds:
 
 @dataclass(frozen=True, kw_only=True)
 class Documents:
-    """Tokens, and the sum of squared document lengths, which attention's cost depends on."""
+    """Number of tokens, and sum of squared document lengths, which determines the cost of attention."""
 
     tokens: float
     squares: float
 
     @property
     def mean(self) -> float:
-        """Length of equal documents that would cost the same."""
+        """Return the length of equal documents with the same attention cost."""
         return self.squares / self.tokens
 
     def of(self, tokens: float) -> "Documents":
-        """`tokens` tokens of such documents."""
+        """Return `tokens` tokens of such documents."""
         return Documents(tokens=tokens, squares=self.mean * tokens)
 
 
@@ -93,13 +94,13 @@ def documents(lens: Sequence[int] | np.ndarray) -> Documents:
 
 
 def flops_per_token(shape: Shape, docs: Documents) -> float:
-    """Operations forward and backward, by the convention of training/metrics/flops.py."""
+    """Return forward and backward FLOPs per token, by the convention of training/metrics/flops.py."""
     attention = 6.0 * shape.num_layers * shape.num_heads * 2 * shape.head_dim * docs.mean / 2
     return 6.0 * shape.matmul_params - 6.0 * shape.num_layers * 2 * shape.hidden + attention
 
 
 def step_seconds(shape: Shape, setup: StepSetup, docs: Documents, speed: DeviceSpeed) -> StepSeconds:
-    """Seconds of one step on one rank. `docs` are those of a whole micro-batch, which several ranks may share."""
+    """Return the seconds of a step on one rank. `docs` are of a whole micro-batch, which ranks may share."""
     return _StepTimer(shape, setup, docs, speed).step()
 
 
@@ -134,7 +135,7 @@ class _StepTimer:
         return 2.0 * (self.shape.layer_params - norms) * self.setup.tokens / self.matmul
 
     def last_product(self) -> float:
-        """Seconds of the last product, which recomputation skips unless the MLP is tiled."""
+        """Return seconds of the last product, which recomputation skips unless the MLP is tiled."""
         if self.setup.policy.mlp_tiles:
             return 0.0
         return 2.0 * self.shape.hidden * self.shape.intermediate * self.setup.tokens / self.matmul
@@ -149,7 +150,7 @@ class _StepTimer:
         return (10 * hidden + 2 * heads + 3 * inner) * unit, (21 * hidden + 2 * heads + 5 * inner) * unit
 
     def loss(self) -> float:
-        """Seconds of the head's products, its fp32 gradient once per chunk, and a chunk's logits four times."""
+        """Return seconds of the head's products, its fp32 gradient once per chunk, and a chunk's logits four times."""
         shape, tokens = self.shape, self.setup.tokens
         chunks = max(1.0, tokens / (LOGITS_BYTES / (HALF * shape.vocabulary)))
         moved = chunks * 2 * FULL * shape.table_params + 4 * HALF * shape.vocabulary * tokens
@@ -193,7 +194,7 @@ class _StepTimer:
         )
 
     def _waiting(self, forward: float, backward: float) -> float:
-        """Seconds that copies, other ranks and kernel launches take beyond computing."""
+        """Return the seconds that copies, other ranks and kernel launches add to computing."""
         setup, speed = self.setup, self.speed
         moved = moved_bytes(self.shape, setup) / speed.host
         copies = max(0.0, moved - forward) + max(0.0, moved - backward)

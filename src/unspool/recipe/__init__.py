@@ -1,1 +1,1 @@
-"""Recipes: the YAML file that is the whole run, its checker, the bundled ones, and the runner."""
+"""Recipes: the YAML file that describes a whole run, its checker, the bundled recipes, and the runner."""

@@ -1,4 +1,4 @@
-"""The context of a run: its recipe, its folder, its ranks, and notes on what was done."""
+"""The context of a run: its recipe, its folder, its ranks, and notes."""
 
 import json
 import time
@@ -20,23 +20,23 @@ if TYPE_CHECKING:
     from unspool.training.parallel.ranks import Ranks
 
 T = TypeVar("T")
-# Builds one folder of a run, such as corpus/books. A study shares folders between runs here.
+# Builds one folder of a run, such as corpus/books. A study replaces this to share folders between runs.
 Share = Callable[["RunContext", str, Callable[[Path], Any]], Any]
 
 
 def build_in_place(context: "RunContext", folder: str, build: Callable[[Path], T]) -> T:
-    """Build a folder of the run where it belongs."""
+    """Build a folder of the run at its own path."""
     return build(context.out / folder)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunContext:
-    """What every step of a run needs. Making one does no work."""
+    """State that every step of a run needs. Creating one does no work."""
 
     loaded: LoadedRecipe
-    ranks: "Ranks | None" = None  # None: this process is alone
+    ranks: "Ranks | None" = None  # None: a single process
     share: Share = build_in_place
-    trained: set[str] = field(default_factory=set)  # stages that are known to match the recipe
+    trained: set[str] = field(default_factory=set)  # stages that match the recipe
     phases: Phases = field(default_factory=Phases)  # of this process, not of the whole run
 
     @property
@@ -66,7 +66,7 @@ class RunContext:
         return load_tokenizer(self.model if isinstance(self.model, str) else self.model.tokenizer)
 
     def on_leader(self, make: Callable[[], T]) -> T:
-        """Run `make` on rank 0 and give its result, which JSON must hold, to all ranks."""
+        """Run `make` on rank 0 and broadcast its JSON-serializable result to all ranks."""
         if self.ranks is None or self.ranks.world_size == 1:
             return make()
         from unspool.training.parallel.mesh import from_leader
@@ -74,7 +74,7 @@ class RunContext:
         return from_leader(self.ranks, make)
 
     def build(self, folder: str, build: Callable[[Path], T]) -> T:
-        """Build one folder of the run, and note the seconds it took unless it was up to date."""
+        """Build one folder of the run; record the seconds it took unless it was up to date."""
         with self.timed(folder):
             found: T = self.share(self, folder, build)
         return found
@@ -86,13 +86,13 @@ class RunContext:
         began = time.perf_counter()
         with naming(self.out / folder), self.phases(folder):
             yield
-        # A folder that was up to date keeps the time it took when it was built.
+        # A folder that was up to date keeps the time of its build.
         if manifest.is_file() and manifest.stat().st_mtime_ns != before:
             seconds = round(time.perf_counter() - began, 1)
             self.note(seconds=self.notes().get("seconds", {}) | {folder: seconds})
 
     def start(self, **facts: Any) -> None:
-        """Create the run's folder with the recipe in full and what is known from the start."""
+        """Create the run's folder with the full recipe and the facts known at the start."""
         self.out.mkdir(parents=True, exist_ok=True)
         write_atomic(self.out / "recipe.yaml", dump_recipe(self.recipe))
         self.note(**facts)

@@ -72,7 +72,7 @@ def find_checkpoint(path: Path, *, stage: str | None = None, run_dir: Path | Non
     if (path / "config.json").is_file() or (path.suffix == ".gguf" and path.is_file()):
         own_run, own_stage = _run_of(path.absolute())
         if own_stage and stage not in (None, own_stage):
-            raise ConfigError(f"--stage {stage}: {path} is the model of stage {own_stage}; give the run's folder.")
+            raise ConfigError(f"`stage={stage!r}`: {path} is the model of stage {own_stage}; give the run's folder.")
         run_dir, stage = run_dir or own_run, own_stage or stage
         return Checkpoint(model=path, run_dir=run_dir, stage=_finished_stage(run_dir, stage) if run_dir else None)
     if (path / "stages").is_dir():
@@ -192,7 +192,7 @@ def _save_live(
 def _write(checkpoint: Checkpoint, out_dir: Path, *, dtype: str | None, device: torch.device) -> Exported:
     """Write `checkpoint` to `out_dir` in `dtype` (default: its own), checked before the folder appears."""
     results = gather(checkpoint.run_dir) if checkpoint.run_dir else None
-    target = lookup(DTYPES, dtype, kind="--dtype") if dtype else _own_dtype(checkpoint.model)
+    target = lookup(DTYPES, dtype, kind="`dtype`") if dtype else _own_dtype(checkpoint.model)
     tokenizer = load_tokenizer(str(checkpoint.model))
     model = load_model(str(checkpoint.model), device=device, dtype=torch.float32)
     round_weights(model, target)

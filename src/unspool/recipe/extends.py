@@ -1,4 +1,4 @@
-"""Find and read recipe files, and fill those that `extends` another recipe."""
+"""Find and read recipe files; complete those that extend another recipe."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -16,30 +16,30 @@ from unspool.recipe.paths import Bundled, bundled_recipes
 from unspool.recipe.yaml_lines import Marks, Problem, read_yaml
 
 EXTENDS, SET = "extends", "set"
-# A larger file is a model or data file that was passed by mistake.
+# A larger file is probably a model or data file passed by mistake.
 MAX_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class RecipeFile:
-    """A recipe as plain data, with where its values are written."""
+    """A recipe as plain data, with the line of each value."""
 
     data: dict[str, Any]
     marks: Marks
     problems: list[Problem]
-    root: Path  # folder of its relative paths
+    root: Path  # folder that its relative paths refer to
     text: str
 
 
 def find_file(given: str, bundled: Mapping[str, Bundled], *, kind: str) -> tuple[Path, Path, str]:
-    """Find a recipe or study by file or bundled name: the file, the folder of its paths, its name in messages."""
+    """Find a recipe or study by file or bundled name: the file, the folder for its paths, its label in messages."""
     path = expand_home(given)
     if path_exists(str(path)) and path.is_file():
         return path, path.parent, given
     if given in bundled:
         return bundled[given].path, Path(), f"{given}.yaml"
     if path_exists(str(path)) and path.is_dir():
-        raise ConfigError(f"{given} is a folder, not a {kind} file; name a .yaml file in it.")
+        raise ConfigError(f"{given} is a folder, not a {kind} file; give a .yaml file in it.")
     if path.suffix or len(path.parts) > 1:
         beside = [str(other) for other in sorted(path.parent.glob("*.y*ml"))] if path_exists(str(path.parent)) else []
         raise ConfigError(f"{kind} file {given} does not exist{did_you_mean(given, [*beside, *bundled])}")
@@ -51,16 +51,16 @@ def read_text(file: Path, label: str, *, kind: str) -> str:
     """Read a recipe or study file."""
     try:
         if file.stat().st_size > MAX_BYTES:
-            raise ConfigError(f"{label} is too large for a {kind}; a {kind} is a YAML file of some kilobytes.")
+            raise ConfigError(f"{label} is too large for a {kind}; give a YAML file of a few kilobytes.")
         return file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
-        raise ConfigError(f"{label} is not a text file in UTF-8, so it cannot be a {kind}.") from None
+        raise ConfigError(f"{label} is not UTF-8 text, so it is not a {kind}; give a YAML file.") from None
     except OSError as error:
         raise ConfigError(f"{label} cannot be read: {error.strerror}.") from None
 
 
 def read_recipe(given: str, root: Path | None = None, seen: tuple[Path, ...] = ()) -> RecipeFile:
-    """Read a recipe file or bundled recipe; one that `extends` another is filled, with paths relative to its folder."""
+    """Read a recipe file or bundled recipe. Complete one that extends another; paths are relative to its folder."""
     path = given if root is None else resolve_path(given, root)
     found, folder, label = find_file(path, bundled_recipes(), kind="recipe")
     text = read_text(found, label, kind="recipe")
@@ -69,9 +69,13 @@ def read_recipe(given: str, root: Path | None = None, seen: tuple[Path, ...] = (
         raise ConfigError(f"{label}: the recipe is empty; see `unspool recipes show tiny` for a complete one.")
     if not isinstance(data, dict):
         kind = "list" if isinstance(data, list) else "single value"
-        raise ConfigError(f"{label}:1: a recipe is a mapping of keys such as name, model and stages, not a {kind}.")
+        raise ConfigError(
+            f"{label}:1: this is a {kind}, but a recipe must be a mapping with keys such as name, model and stages."
+        )
     if found in seen:
-        raise ConfigError(f"{label}: the recipes extend each other; one of them must be complete.")
+        raise ConfigError(
+            f"{label}: the recipes extend each other in a circle; remove `extends` from one of them and complete it."
+        )
     if EXTENDS not in data and SET not in data:
         return RecipeFile(data, marks, problems, folder, text)
     refuse([*problems, *_problems(data)], marks, data)
@@ -80,13 +84,13 @@ def read_recipe(given: str, root: Path | None = None, seen: tuple[Path, ...] = (
 
 
 def _problems(data: Mapping[str, Any]) -> Iterator[Problem]:
-    """What is wrong with the keys of a recipe that extends another."""
+    """Check the keys of a recipe that extends another."""
     if not isinstance(data.get(EXTENDS), str):
-        yield Problem(place=(EXTENDS,), text="name the recipe whose values this one changes: a bundled one, or a file.")
+        yield Problem(place=(EXTENDS,), text="give the recipe to extend: a bundled name or a file.")
     if not isinstance(data.get(SET, {}), dict):
-        yield Problem(place=(SET,), text="must map paths to values, such as {stages.0.lr: 2e-5}.")
+        yield Problem(place=(SET,), text="must be a mapping from paths to values, such as {stages.0.lr: 2e-5}.")
     if "name" not in data:
-        yield Problem(place=(EXTENDS,), text="add `name`, since runs of two recipes cannot share a folder.")
+        yield Problem(place=(EXTENDS,), text="add `name`, because two recipes cannot share a run folder.")
 
 
 def _extend(own: RecipeFile, base: RecipeFile) -> RecipeFile:
@@ -113,7 +117,7 @@ def _extend(own: RecipeFile, base: RecipeFile) -> RecipeFile:
 
 
 def _keep_stages(data: dict[str, Any], marks: Marks, wanted: list[str], where: str) -> list[Problem]:
-    """Keep some stages, and evaluations of their models."""
+    """Keep the listed stages and the evaluations of their models."""
     known = {stage.get("name"): stage for stage in data.get("stages") or [] if isinstance(stage, dict)}
     missing = [name for name in wanted if name not in known]
     if missing:
@@ -127,14 +131,14 @@ def _keep_stages(data: dict[str, Any], marks: Marks, wanted: list[str], where: s
         for entry, after in evals
         if after is None or kept & set(after)
     ]
-    # Entries of these lists have other places than in their file.
+    # Entries of these lists now have another index than in their file.
     for key in ("stages", "evals"):
         marks.override((key,), marks.where((key,)))
     return []
 
 
 def _drop_unused(data: dict[str, Any]) -> None:
-    """Drop datasets that no stage names, and sources that no dataset names."""
+    """Drop datasets that no stage uses and sources that no dataset uses."""
     for key, users in (("datasets", ["stages"]), ("sources", ["datasets", "synth"])):
         names = {text for user in users for text in _texts(data.get(user))}
         if isinstance(data.get(key), dict):
@@ -147,8 +151,8 @@ def _after(entry: Any) -> list[Any] | None:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """All keys and texts below a value; a known mix counts as the sources that it names."""
-    with suppress(ValueError):  # the dataset's class refuses an unknown mix
+    """Yield all keys and strings below a value; a known mix counts as the sources that it names."""
+    with suppress(ValueError):  # the dataset's class rejects an unknown mix
         value = expand_mix(value)
     if isinstance(value, str):
         yield value

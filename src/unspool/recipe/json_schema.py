@@ -1,7 +1,7 @@
 """The recipe's JSON schema, and messages about values that it does not allow.
 
 Editors (`unspool recipes schema`), error messages and `--set` paths all use this schema. A shape is a node of the
-schema; a form is one of the alternatives that it allows.
+schema; a form is one of its alternatives.
 """
 
 import re
@@ -21,7 +21,7 @@ from unspool.recipe.yaml_lines import Marks, Place, Problem
 
 Shape = dict[str, Any]
 
-MOST_SHOWN = 200  # characters of a value
+MOST_SHOWN = 200  # characters shown of a value
 SIZE_TYPES = {"integer", "number", "string"}
 
 
@@ -31,7 +31,7 @@ def recipe_schema() -> Shape:
 
 
 def editor_schema() -> Shape:
-    """The JSON schema of recipe files, which may also extend another recipe (extends.py)."""
+    """The JSON schema of recipe files, including those that extend another recipe (extends.py)."""
     schema = recipe_schema()
     names = {
         "type": "array",
@@ -58,7 +58,7 @@ def _build_schema(version: object) -> Shape:
 
 
 def forms(shape: Shape) -> list[Shape]:
-    """The alternatives of a shape, with references followed and without `null`."""
+    """List the alternatives of a shape, with references resolved and without `null`."""
     if "$ref" in shape:
         return forms(recipe_schema()["$defs"][shape["$ref"].rsplit("/", 1)[-1]])
     nested = shape.get("anyOf") or shape.get("oneOf")
@@ -68,13 +68,13 @@ def forms(shape: Shape) -> list[Shape]:
 
 
 def tag_of(shape: Shape) -> tuple[str, dict[str, str]] | None:
-    """The key that selects the form, such as `kind`, and its values; None if there is none."""
+    """Return the key that selects the form, such as `kind`, and its values; None if there is none."""
     found = shape.get("discriminator")
     return (found["propertyName"], found["mapping"]) if found else None
 
 
 def form_of(shape: Shape, value: Any) -> Shape:
-    """The form of the shape that fits `value` best."""
+    """Choose the form of a shape that fits `value` best."""
     tag = tag_of(shape)
     if tag and isinstance(value, dict):
         key, mapping = tag
@@ -90,12 +90,12 @@ def form_of(shape: Shape, value: Any) -> Shape:
 
 
 def keys(form: Shape) -> list[str] | None:
-    """The keys that a mapping may have; None if any name is allowed, or if it is no mapping."""
+    """List the keys that a mapping may have; None if any name is allowed, or for a form that is not a mapping."""
     return sorted(form["properties"]) if "properties" in form else None
 
 
 def child(form: Shape, key: str | int) -> Shape | None:
-    """The shape below `key`; None if nothing is allowed there."""
+    """Return the shape below `key`; None if the key is not allowed."""
     if form.get("type") == "array" and isinstance(key, int):
         fixed = form.get("prefixItems", [])
         return fixed[key] if key < len(fixed) else form.get("items")
@@ -107,7 +107,7 @@ def child(form: Shape, key: str | int) -> Shape | None:
 
 
 def shape_at(place: Place, data: Any) -> Shape | None:
-    """The shape at a place of `data`."""
+    """Return the shape at a place in `data`."""
     shape: Shape | None = recipe_schema()
     for key in place:
         if shape is None:
@@ -118,7 +118,7 @@ def shape_at(place: Place, data: Any) -> Shape | None:
 
 
 def value_at(place: Place, data: Any) -> Any:
-    """The value at a place; None if there is none."""
+    """Return the value at a place; None if there is none."""
     for key in place:
         try:
             data = data[key]
@@ -128,7 +128,7 @@ def value_at(place: Place, data: Any) -> Any:
 
 
 def describe(shape: Shape) -> str:
-    """Describe the allowed values: `a number above 0`, `one of concat, truncate, best_fit`."""
+    """Describe the allowed values, such as `a number above 0`, `one of concat, truncate, best_fit`."""
     tag = tag_of(shape)
     if tag:
         return f"a mapping with {tag[0]}: one of {', '.join(tag[1])}"
@@ -204,24 +204,24 @@ def _spell(value: Any) -> str:
 
 
 def validation_problems(error: ValidationError, data: Any) -> Iterator[Problem]:
-    """Turn what pydantic refuses into messages that a person can act on."""
+    """Turn pydantic's errors into messages that a user can act on."""
     placed = [(details, _place(details, data)) for details in error.errors(include_url=False)]
     unknown = [place for details, place in placed if place and details["type"] == "extra_forbidden"]
     misspelled = {(*place[:-1], nearest(str(place[-1]), _allowed_keys(place, data))) for place in unknown}
     for details, place in placed:
-        # A misspelled key is one mistake, although the right one is missing too.
+        # A misspelled key is one mistake, although the correct key is missing too.
         if place and not (details["type"] == "missing" and place in misspelled):
             yield _problem(details, place, data)
 
 
-# Follows from another error.
+# A consequence of another error.
 IGNORED = {"default_factory_not_called"}
-# A value fails once per member of a union; these failures only mean that it is not that member.
+# A value fails once per member of a union. Such a failure only means that the value is not this member.
 WRONG_MEMBER = {"string_type", "dict_type", "model_type", "model_attributes_type"}
 
 
 def _place(details: ErrorDetails, data: Any) -> Place | None:
-    """The place in the data (pydantic's own also names members of unions); None if it follows from another error."""
+    """The place in the data; None if the problem follows from another error. Pydantic's place names union members."""
     shape: Shape | None = recipe_schema()
     place: list[str | int] = []
     loc = [part for part in details["loc"] if part != "[key]"]
@@ -265,7 +265,7 @@ def _problem(details: ErrorDetails, place: Place, data: Any) -> Problem:
 
 
 def _allowed_keys(place: Place, data: Any) -> list[str]:
-    """The keys that are allowed where `place` ends."""
+    """List the keys that are allowed where `place` ends."""
     holder = place[:-1]
     return keys(form_of(shape_at(holder, data) or {}, value_at(holder, data))) or []
 
@@ -275,7 +275,7 @@ def unknown_key(key: str, allowed: Sequence[str]) -> str:
 
 
 def _class_problem(text: str, place: Place, data: Any) -> Problem:
-    """The message of a config class. If it checks several keys, the message begins with the wrong one."""
+    """Convert the message of a config class, which begins with the wrong key if the class checks several."""
     first = tuple(text.split(" ", 1)[0].rstrip(":").split("."))
     value = value_at(place, data)
     if isinstance(value, dict) and value_at(first, value) is not None:
@@ -305,7 +305,7 @@ def _quotes_hint(value: Any, kind: str) -> str:
 
 
 def misplaced_booleans(shape: Shape, value: Any, place: Place = ()) -> Iterator[Problem]:
-    """Refuse `true` and `false` for numbers, which pydantic reads as 1 and 0."""
+    """Reject `true` and `false` for numbers; pydantic would read them as 1 and 0."""
     form = form_of(shape, value)
     if isinstance(value, bool) and {option.get("type") for option in forms(shape)} <= {"number", "integer"}:
         yield Problem(place=place, text=f"must be {_wanted(shape)}", show_value=True)

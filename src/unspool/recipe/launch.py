@@ -1,6 +1,6 @@
-"""Build the commands and scripts that start a job of several ranks, and check its stages against the ranks.
+"""Build the commands and scripts that start a job of several ranks; check its stages against the number of ranks.
 
-Every value is quoted, and values that a scheduler would misread are refused. Nothing is run here.
+Every value is quoted, and values that a scheduler would misread are rejected. Nothing is run here.
 """
 
 import re
@@ -26,7 +26,7 @@ WORD = re.compile(r"[A-Za-z0-9][\w.,:@+/-]*")
 HOST = re.compile(r"[A-Za-z0-9]([\w.-]*[A-Za-z0-9])?|\[[0-9A-Fa-f:.]+\]")
 TIME = re.compile(r"\d+(-\d{1,2}(:\d{1,2}){0,2}|(:\d{1,2}){0,2})")
 KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-# Set by the launcher.
+# The launcher sets these itself.
 RESERVED = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}
 
 
@@ -41,7 +41,7 @@ class LaunchOptions:
     gpus: int = 1  # ranks on each node
     on_gpus: bool = True  # False: the recipe has device: cpu
     name: str = "unspool"
-    folder: Path = Path()  # working directory of the job; the recipe's paths are relative to it
+    folder: Path = Path()  # working directory of the job; relative paths in the recipe refer to it
     logs: Path = Path("logs")
     python: str = "python"
     env: dict[str, str] = field(default_factory=dict)
@@ -63,26 +63,26 @@ class LaunchOptions:
         for option in ("partition", "account", "qos"):
             value = getattr(self, option)
             if value is not None and not WORD.fullmatch(value):
-                raise ConfigError(f"--{option} {value!r} is not a name in Slurm; use letters, digits and _.,:@+/-.")
+                raise ConfigError(f"`{option}={value!r}` is not a valid Slurm name; use letters, digits and _.,:@+/-.")
         if self.time is not None and not TIME.fullmatch(self.time):
             raise ConfigError(
-                f"--time {self.time!r} is not a time; write minutes, hours:minutes:seconds or days-hours."
+                f"`time={self.time!r}` is not a time; write minutes, hours:minutes:seconds or days-hours."
             )
         if self.host is not None and not HOST.fullmatch(self.host):
-            raise ConfigError(f"--host {self.host!r} is not a host name or address.")
+            raise ConfigError(f"`host={self.host!r}` is not a host name or address.")
         for option in self.sbatch:
             if not option.startswith("--") or not option.isprintable():
-                raise ConfigError(f"--sbatch {option!r} must be one option of sbatch, such as --constraint=h100.")
+                raise ConfigError(f"`sbatch={option!r}` must be one option of sbatch, such as --constraint=h100.")
         for key, value in self.env.items():
             if not KEY.fullmatch(key) or key in RESERVED or "\n" in value or "\0" in value:
                 raise ConfigError(
-                    f"--env {key}={value!r} cannot be set; a name has letters, digits and _, is none of "
-                    f"{', '.join(sorted(RESERVED))}, and its value is one line."
+                    f"`env`: {key}={value!r} cannot be set; use a name of letters, digits and _ that is none of "
+                    f"{', '.join(sorted(RESERVED))}, and a value of one line."
                 )
 
 
 def parse_env(given: list[str]) -> dict[str, str]:
-    """Parse `KEY=VALUE` texts."""
+    """Parse `KEY=VALUE` strings."""
     for text in given:
         if "=" not in text:
             raise ConfigError(f"--env {text!r} has no '='; write --env KEY=VALUE.")
@@ -90,20 +90,20 @@ def parse_env(given: list[str]) -> dict[str, str]:
 
 
 def rank_command(options: LaunchOptions) -> list[str]:
-    """The arguments of `python` on every rank."""
+    """Return the arguments of `python` on every rank."""
     overrides = [word for text in options.overrides for word in ("--set", text)]
     return ["-m", "unspool.cli.main", options.verb, options.recipe, *overrides]
 
 
 def torchrun_command(options: LaunchOptions) -> list[str]:
-    """The command of one node."""
+    """Return the torchrun command of one node."""
     if options.nodes == 1:
         rendezvous = ["--standalone"]
     else:
         if options.host is None:
             raise ConfigError(
-                f"--via torchrun on {options.nodes} nodes needs --host, the name of the first node; or use "
-                "--via slurm, which finds it by itself."
+                f"`via='torchrun'` on {options.nodes} nodes needs `host`, the name of the first node. Or use "
+                "`via='slurm'`, which finds it automatically."
             )
         rendezvous = [
             "--rdzv-backend=c10d",
@@ -119,20 +119,20 @@ def torchrun_command(options: LaunchOptions) -> list[str]:
 
 
 def local_command(options: LaunchOptions, parent: int) -> list[str]:
-    """The command of a job on this machine, which ends with its parent process."""
+    """Return the command of a job on this machine; the job ends when its parent process ends."""
     python, module, _, *args = torchrun_command(options)
     return [python, module, "unspool.recipe.torchrun", str(parent), *args]
 
 
 def torchrun_lines(options: LaunchOptions) -> list[str]:
-    """One line per node, to run in the same folder on each."""
+    """Return one command line per node, to run in the same folder on each node."""
     settings = [f"{key}={shlex.quote(value)}" for key, value in options.env.items()]
     line = " ".join([*settings, shlex.join(torchrun_command(options))])
     return [line] * options.nodes
 
 
 def ray_command(options: LaunchOptions) -> list[str]:
-    """The command to run on a node of the cluster, or to pass to `ray job submit -- …`."""
+    """Return the command to run on a node of the cluster, or to pass to `ray job submit -- …`."""
     settings = [word for key, value in options.env.items() for word in ("--env", f"{key}={value}")]
     return [
         *(options.python, "-m", "unspool.recipe.ray_job", f"--workers={options.world_size}"),
@@ -145,9 +145,7 @@ def ray_command(options: LaunchOptions) -> list[str]:
 def slurm_script(options: LaunchOptions) -> str:
     """An sbatch script: one torchrun per node, restarted when a rank fails, requeued when the job is preempted."""
     if any(character.isspace() for character in str(options.logs)):
-        raise ConfigError(
-            f"{options.logs}: the path of Slurm's log folder must not contain spaces; change the recipe's out."
-        )
+        raise ConfigError(f"{options.logs}: Slurm's log folder must not contain spaces; change `out` in the recipe.")
     directives = {
         "job-name": options.name,
         "nodes": options.nodes,
@@ -160,7 +158,7 @@ def slurm_script(options: LaunchOptions) -> str:
         "time": options.time,
         "output": f"{options.logs}/%x-%j.log",
         "open-mode": "append",
-        # To the script only, which forwards it; early enough to save a checkpoint.
+        # Sent to the script only, which forwards it early enough to save a checkpoint.
         "signal": f"B:TERM@{GRACE}",
     }
     lines = [f"#SBATCH --{key}={value}" for key, value in directives.items() if value is not None]
@@ -188,7 +186,7 @@ cd {folder} || exit 1
 {exports}python={python}
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 port=$(({port} + SLURM_JOB_ID % 10000))
-# A rank writes here why the job cannot work, which another try would not change.
+# A rank writes a permanent error here, which a retry would not fix.
 export {refusal}/refusal-$SLURM_JOB_ID
 rm -f "$UNSPOOL_REFUSAL"
 
@@ -197,7 +195,7 @@ step=
 code=143
 stop() {{
   stopped=1
-  # On SIGTERM srun kills its tasks at once, so scancel hands it to them; before they exist there is nothing to save.
+  # On SIGTERM, srun kills its tasks at once, so scancel sends the signal to them. Without tasks, nothing needs saving.
   if squeue --noheader --steps --jobs="$SLURM_JOB_ID" --format=%i | grep -q -v batch; then
     scancel --signal=TERM "$SLURM_JOB_ID"
   else
@@ -206,7 +204,7 @@ stop() {{
 }}
 trap stop TERM
 
-# torchrun forwards SIGTERM to every rank, which saves after its step. Older versions always wait 30 seconds.
+# torchrun forwards SIGTERM to every rank, which finishes its step and saves. Older versions always wait 30 seconds.
 grace=()
 "$python" -m torch.distributed.run --help | grep -q -e --shutdown-timeout && grace=(--shutdown-timeout={grace})
 
@@ -248,7 +246,7 @@ def check_layouts(loaded: LoadedRecipe, world_size: int) -> list[str]:
 
 
 def check_stage(loaded: LoadedRecipe, stage: StageConfig, values: Mapping[str, Any] | None, world_size: int) -> Layout:
-    """The layout of a stage; ConfigError if it cannot work. `values` is the model's config, None if it is unknown."""
+    """The layout of a stage; ConfigError if it is impossible. `values` is the model's config, None if unknown."""
     layout = settle_layout(stage.parallel, world_size)
     check_layout(layout, work_of(loaded, stage, values))
     problem = stage.ranks_problem() if world_size > 1 else None
@@ -258,16 +256,16 @@ def check_stage(loaded: LoadedRecipe, stage: StageConfig, values: Mapping[str, A
 
 
 def model_values(loaded: LoadedRecipe) -> Mapping[str, Any] | None:
-    """The config of the recipe's model; None if it is not on this machine."""
+    """Read the config of the recipe's model; None if it is not on this machine."""
     model = loaded.recipe.model
     values = cached_config(loaded.model_path(model)) if isinstance(model, str) else SIZES[model.size]
     return None if values is None or "num_attention_heads" not in values else values
 
 
 def cached_config(ref: str) -> dict[str, Any] | None:
-    """The config of a model folder or of a Hub model in the local cache; None if there is none."""
+    """Read the config of a model folder or of a Hub model in the local cache; None if there is none."""
     if not path_exists(ref):
-        # Not from the Hub: login nodes may have no network.
+        # Only the local cache: login nodes may have no network.
         cached = try_to_load_from_cache(ref, "config.json") if HUB_ID.fullmatch(ref) else None
         if not isinstance(cached, str):
             return None
@@ -276,12 +274,12 @@ def cached_config(ref: str) -> dict[str, Any] | None:
         return config_values(ref)
     except ConfigError:
         if Path(ref).is_file() or (Path(ref) / "config.json").is_file():
-            raise  # it is there, and damaged
+            raise  # the file exists but is damaged
         return None
 
 
 def work_of(loaded: LoadedRecipe, stage: StageConfig, values: Mapping[str, Any] | None) -> Work:
-    # If the heads are unknown, one per rank passes their check.
+    # If the number of heads is unknown, assume one per rank, which passes the check.
     heads = int(values["num_attention_heads"]) if values else stage.parallel.ulysses
     rows = [loaded.recipe.datasets[name] for name in stage.mix]
     masks = any(entry.seq_len < stage.context_length for entry in rows) or (

@@ -1,6 +1,6 @@
 """Load a recipe and check it: its values (`load_recipe`) and its inputs on this machine (`check_inputs`).
 
-All problems are reported together, one line each: where it is written, the key, the value, and what is allowed.
+All problems are reported together, one line each: file and line, key, value, and what is allowed.
 """
 
 import json
@@ -23,20 +23,20 @@ from unspool.recipe.paths import SYNTH_PREFIX
 from unspool.recipe.schema import Recipe, reference_problems
 from unspool.recipe.yaml_lines import Marks, Place, Problem
 
-# Changes to a recipe: `--set` texts such as `stages.0.lr=2e-5`, or values by their path.
+# Changes to a recipe: `--set` strings such as `stages.0.lr=2e-5`, or values by their path.
 Overrides = Mapping[str, Any] | Sequence[str] | None
-# Keys of an evaluation that name a file.
+# Evaluation keys whose value is a file.
 EVAL_PATHS = ("text", "wording", "reference")
-# A name that ends so is a file's, although it could be a Hub id's.
+# A name with one of these suffixes is a file, although it could be a Hub id.
 DATA_SUFFIXES = {".jsonl", ".json", ".txt", ".csv", ".tsv", ".parquet", ".zst", ".gz"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedRecipe:
-    """A recipe, with the folder of its relative paths and the lines of its keys."""
+    """A recipe, with the folder for its relative paths and the lines of its keys."""
 
     recipe: Recipe
-    root: Path  # relative paths are tried here first
+    root: Path  # relative paths are looked up here first
     text: str
     marks: Marks
 
@@ -46,16 +46,16 @@ class LoadedRecipe:
         return resolve_path(value, self.root)
 
     def model_path(self, value: str) -> str:
-        """The path or Hub id of a model or tokenizer; of a run or stage folder that of its model."""
+        """Return the path or Hub id of a model or tokenizer; for a run or stage folder, its model."""
         return model_path(value, self.root)
 
     def generated(self, sources: Iterable[str]) -> list[str]:
-        """The sets of `synth` that these sources read, in the recipe's order."""
+        """Return the `synth` sets that these sources read, in the recipe's order."""
         paths = {path for name in sources for path in self.recipe.sources[name].paths.values()}
         return [name for name in self.recipe.synth if SYNTH_PREFIX + name in paths]
 
     def evals(self, after: str | None = None) -> list[EvalConfig]:
-        """The recipe's evaluations, or those of one stage (or `base`), with their paths resolved."""
+        """Return the recipe's evaluations, or those of one stage (or `base`), with resolved paths."""
         chosen = [entry for entry in self.recipe.evals if after is None or entry.after is None or after in entry.after]
         return [self._found(entry) for entry in chosen]
 
@@ -70,34 +70,35 @@ class LoadedRecipe:
 
 
 def load_recipe(path_or_name: str | Path, overrides: Overrides = None) -> LoadedRecipe:
-    """Load and check a recipe: a file or the name of a bundled one, changed by `--set` texts.
+    """Load and check a recipe: a file or the name of a bundled one, with `--set` overrides applied.
 
     Raises ConfigError with one line per problem.
     """
     found = read_recipe(str(path_or_name))
     data, marks = found.data, found.marks
-    problems = [*found.problems, *apply_overrides(data, marks, _override_texts(overrides))]
+    problems = [*found.problems, *apply_overrides(data, marks, override_texts(overrides))]
     problems += misplaced_booleans(recipe_schema(), data)
     recipe = None
     try:
         recipe = Recipe.model_validate(data)
     except ValidationError as error:
-        # In this order: of two messages about one place the first is kept.
+        # In this order: of two messages about one place, the first is kept.
         problems += [*validation_problems(error, data), *reference_problems(data)]
     refuse(problems, marks, data)
     assert recipe is not None, "a recipe was refused without a message"
     return LoadedRecipe(recipe=recipe, root=found.root, text=found.text, marks=marks)
 
 
-def _override_texts(overrides: Overrides) -> list[str]:
+def override_texts(overrides: Overrides) -> list[str]:
+    """Overrides as texts such as `stages.0.lr=2e-5`."""
     if isinstance(overrides, Mapping):
-        # JSON is YAML, in which the values of overrides are written.
+        # JSON is valid YAML, the syntax of override values.
         return [f"{key}={json.dumps(value, default=str)}" for key, value in overrides.items()]
     return list(overrides or [])
 
 
 def check_inputs(loaded: LoadedRecipe) -> None:
-    """Refuse a recipe whose inputs are not on this machine, before any work."""
+    """Reject a recipe whose inputs are not on this machine, before any work."""
     checks = (_source_problems, _model_problems, _logger_problems, _eval_problems)
     problems = [problem for check in checks for problem in check(loaded)]
     refuse(problems, loaded.marks, loaded.recipe.model_dump(mode="json", by_alias=True))
@@ -113,11 +114,11 @@ def _source_problems(loaded: LoadedRecipe) -> Iterator[Problem]:
 
 
 def _synth_problems(loaded: LoadedRecipe, place: Place, wanted: str) -> Iterator[Problem]:
-    """Check a source that reads what the recipe itself generates."""
+    """Check a source that reads conversations generated by the same recipe."""
     sets = loaded.recipe.synth
     if wanted not in sets:
-        known = f"sets here: {', '.join(sets)}." if sets else "the recipe has no `synth`."
-        yield Problem(place=place, text=f"{wanted!r} is no set of `synth`{did_you_mean(wanted, sets)} {known}")
+        known = f"Sets in this recipe: {', '.join(sets)}." if sets else "The recipe has no `synth`."
+        yield Problem(place=place, text=f"{wanted!r} is not a set of `synth`{did_you_mean(wanted, sets)} {known}")
     if not loaded.recipe.sources[str(place[1])].is_chat:
         yield Problem(place=place, text="only sources of kind: chat can read the conversations of `synth`.")
 
@@ -126,7 +127,7 @@ def _logger_problems(loaded: LoadedRecipe) -> Iterator[Problem]:
     for index, stage in enumerate(loaded.recipe.stages):
         for name in stage.loggers:
             if find_spec(name) is None:
-                text = f"{name} is not installed here; pip install 'unspool[track]', or leave it out."
+                text = f"{name} is not installed; run pip install 'unspool[track]', or remove it here."
                 yield Problem(place=("stages", index, "loggers"), text=text)
 
 
@@ -136,7 +137,7 @@ def _eval_problems(loaded: LoadedRecipe) -> Iterator[Problem]:
             if (value := getattr(entry, key, None)) is not None:
                 yield from _missing(loaded, ("evals", index, key), value)
         for name, path in getattr(entry, "paths", {}).items():
-            # The suite checks Hub ids. A name with the ending of a data file is a file.
+            # The suite checks Hub ids. A name with the suffix of a data file is a file.
             is_file = Path(path).suffix in DATA_SUFFIXES
             if is_file or not (path.startswith("hub:") or HUB_ID.fullmatch(path)):
                 yield from _missing(loaded, ("evals", index, "paths", name), path)
@@ -171,5 +172,5 @@ def _missing(loaded: LoadedRecipe, place: Place, value: str) -> Iterator[Problem
     if not path_exists(path):
         tried = " or ".join(dict.fromkeys(str(folder.absolute()) for folder in (loaded.root, Path())))
         at = "" if Path(path).is_absolute() else f" in {tried}"
-        text = f"no such file or folder{at}; correct it, or --set {dotted(place)}=PATH."
+        text = f"no such file or folder{at}; correct it, or give `overrides='{dotted(place)}=PATH'`."
         yield Problem(place=place, text=text, show_value=True)

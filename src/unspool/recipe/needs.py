@@ -1,18 +1,18 @@
-"""How many tokens of each source a recipe can use, so that sources on the Hub are not read further."""
+"""Number of tokens that a recipe can use of each source, so that no more is streamed from the Hub."""
 
 import math
 
 from unspool.recipe.schema import Recipe
 
-# Rows are cut and shares are kept only approximately; this much more is read.
+# Rows are cut and shares are met only approximately, so this much more is read.
 MARGIN = 1.05
 
 
 def tokens_needed(recipe: Recipe, source: str) -> int | None:
-    """Tokens of a source that all stages together train on; None if that depends on its documents.
+    """Return the tokens of a source that all stages together train on; None if that depends on its documents.
 
-    `packing: single_doc` and `truncate` drop an unknown part of the text. A dataset that is not in a mix (held-out
-    text, attention distillation) is read whole unless it has a `limit`.
+    `packing: single_doc` and `truncate` drop an unknown part of the text. A dataset that is in no mix (held-out text,
+    attention distillation) is read completely unless it has a `limit`.
     """
     total = 0.0
     for name, config in recipe.datasets.items():

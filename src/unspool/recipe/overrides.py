@@ -9,12 +9,17 @@ from unspool.recipe.json_schema import Shape, child, describe, dotted, form_of, 
 from unspool.recipe.yaml_lines import Marks, Place, Problem, read_yaml
 
 
+def override_label(text: str) -> str:
+    """How messages name an override such as `stages.0.lr=2e-5`, on one line."""
+    return f"`overrides={' '.join(text.split())!r}`"
+
+
 def apply_overrides(data: dict[str, Any], marks: Marks, overrides: list[str]) -> list[Problem]:
-    """Apply `--set` texts, such as `stages.0.lr=2e-5`, to the data of a recipe."""
+    """Apply `--set` strings, such as `stages.0.lr=2e-5`, to the data of a recipe."""
     problems = []
     for given in overrides:
         path, equals, value_text = given.partition("=")
-        where = f"--set {' '.join(given.split())}"  # messages quote it on one line
+        where = override_label(given)
         try:
             if not equals:
                 raise ConfigError("write a path and a value, such as stages.0.lr=2e-5.")
@@ -28,7 +33,7 @@ def apply_overrides(data: dict[str, Any], marks: Marks, overrides: list[str]) ->
 
 
 def set_value(data: dict[str, Any], marks: Marks, path: str, value: Any, where: str) -> Place:
-    """Set one value of a recipe, and note where it comes from; ConfigError if there is no such path."""
+    """Set one value of a recipe and record its origin; ConfigError if the path does not exist."""
     if not all(path.strip().split(".")):
         raise ConfigError("write a path and a value, such as stages.0.lr=2e-5.")
     changed = deepcopy(data)  # a wrong path must change nothing
@@ -39,7 +44,7 @@ def set_value(data: dict[str, Any], marks: Marks, path: str, value: Any, where: 
 
 
 def _set(data: dict[str, Any], path: str, value: Any) -> tuple[Place, Place]:
-    """Set `value` at `path`, adding mappings that are missing; returns its place and the first place that is new."""
+    """Set `value` at `path`, adding missing mappings; return its place and the first new place."""
     rest = path.split(".")
     place: Place = ()
     new: Place | None = None
@@ -51,12 +56,12 @@ def _set(data: dict[str, Any], path: str, value: Any) -> tuple[Place, Place]:
         place = (*place, key)
         below = child(form, key)
         if below is None:
-            raise ConfigError(f"{dotted(place[:-1])} may only be {describe(shape)}.")
+            raise ConfigError(f"{dotted(place[:-1])} must be {describe(shape)}.")
         if not rest:
             _put(holder, key, value)
             return place, new or place
         if isinstance(holder, dict) and holder.get(str(key)) is None:
-            # Only mappings with known keys can be added: `engine.workers` without `engine`.
+            # Only mappings with known keys can be added, such as `engine` for `engine.workers`.
             if keys(form) is None:
                 raise ConfigError(_no_such_name(str(key), list(holder), dotted(place[:-1])))
             _put(holder, key, [] if "array" in {form.get("type") for form in forms(below)} else {})
@@ -72,11 +77,11 @@ def _put(holder: Any, key: str | int, value: Any) -> None:
 
 
 def _step(holder: Any, form: Shape, rest: list[str], path: str) -> tuple[str | int, list[str]]:
-    """The next key of the path and the rest. Names may contain dots, so the longest match wins."""
+    """Split the path into its next key and the rest. Names may contain dots, so the longest match wins."""
     if isinstance(holder, list):
         return _index(holder, rest, path)
     if not isinstance(holder, dict):
-        raise ConfigError(f"{path} is {holder!r}, which has no keys; it may be {describe(form)}.")
+        raise ConfigError(f"{path} is {holder!r}, which has no keys; it must be {describe(form)}.")
     allowed = keys(form)
     known, left = _longest(rest, list(holder) if allowed is None else allowed)
     if known is not None:
@@ -88,7 +93,7 @@ def _step(holder: Any, form: Shape, rest: list[str], path: str) -> tuple[str | i
 
 def _index(holder: list[Any], rest: list[str], path: str) -> tuple[int, list[str]]:
     if rest[0].isascii() and rest[0].isdigit():
-        # One past the end adds an entry, but only a whole one.
+        # The index one past the end adds an entry, but only a complete one.
         if int(rest[0]) < len(holder) + (len(rest) == 1):
             return int(rest[0]), rest[1:]
         raise ConfigError(f"{path} has entries 0 to {len(holder) - 1}; there is no {path}.{rest[0]}.")

@@ -28,7 +28,7 @@ def bundled_studies() -> dict[str, Bundled]:
 
 
 def _bundled(folder: Path) -> dict[str, Bundled]:
-    """Files by name, each with the comment on its first line as summary."""
+    """Find files by name; the comment on the first line is the summary."""
     found = {}
     for path in sorted(folder.glob("*.yaml"), key=lambda path: path.stem):
         first_line = path.read_text(encoding="utf-8").split("\n", 1)[0]

@@ -15,7 +15,7 @@ Counts = dict[str, dict[str, Any]]
 
 
 def open_data_run(loaded: LoadedRecipe) -> RunContext:
-    """Check a recipe's inputs, then create its run folder; enough for `tokenize` and `pack`."""
+    """Check a recipe's inputs and create its run folder; sufficient for `tokenize` and `pack`."""
     context = RunContext(loaded=loaded)
     check_data_inputs(context)
     context.start()
@@ -23,7 +23,7 @@ def open_data_run(loaded: LoadedRecipe) -> RunContext:
 
 
 def check_data_inputs(context: RunContext) -> None:
-    """Refuse, before anything is written, what cannot be read or run on this machine."""
+    """Reject inputs that cannot be read or run on this machine, before anything is written."""
     check_inputs(context.loaded)
     check_engine(context.recipe.engine)
     _ = context.tokenizer
@@ -80,10 +80,10 @@ def _pack_dataset(context: RunContext, name: str) -> dict[str, Any]:
 
 
 def _synthesize(context: RunContext, sets: list[str]) -> None:
-    """Generate the conversations that sources of this recipe read."""
+    """Generate the conversations that this recipe's sources read."""
     if not sets:
         return
-    from unspool.recipe.synthesize import Synthesis  # import late: it loads torch
+    from unspool.recipe.synthesis import Synthesis  # import late: it loads torch
 
     synthesis = Synthesis(context.loaded, sets)
     synthesis.corpora()

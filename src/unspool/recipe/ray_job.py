@@ -1,9 +1,9 @@
 """Ranks on a Ray cluster: `python -m unspool.recipe.ray_job --workers 16 … -- -m unspool.cli.main run …`.
 
-Each rank is a process beside a Ray actor, which holds its GPU and forwards its output. Ranks of one node are numbered
-consecutively, so that ranks that share a sequence are on one node. If a rank fails, all are restarted and resume from
-the last checkpoint. All nodes need the same folder and Python environment. Ray Train is not used: its workers create
-process groups of their own, and it depends on pandas.
+Each rank is a process next to a Ray actor, which holds its GPU and forwards its output. Ranks of one node have
+consecutive numbers, so that ranks that share a sequence are on one node. If a rank fails, all ranks restart and resume
+from the last checkpoint. All nodes need the same folder and Python environment. Ray Train is not used, because its
+workers create their own process groups and it depends on pandas.
 """
 
 import argparse
@@ -18,18 +18,18 @@ import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-# Seconds to wait for resources; a cluster that scales up takes minutes.
+# Seconds to wait for resources; scaling up a cluster takes minutes.
 RESOURCE_TIMEOUT = 1800.0
 
 
 class Rank:
-    """Runs the process of one rank on the node and GPU that Ray assigned."""
+    """Run the process of one rank on the node and GPU that Ray assigned."""
 
     def __init__(self) -> None:
         self._child: subprocess.Popen[bytes] | None = None
 
     def where(self) -> tuple[str, str, int]:
-        """The node id, its address and a free port on it."""
+        """Return the node id, its address and a free port."""
         with socket.socket() as free:
             free.bind(("", 0))
             port = int(free.getsockname()[1])
@@ -45,7 +45,7 @@ class Rank:
 
 
 def environments(places: Sequence[tuple[str, str, int]], env: dict[str, str]) -> list[tuple[int, dict[str, str]]]:
-    """Worker and environment of rank 0, 1, …. Each process sees only its own GPU, as number 0."""
+    """Return worker and environment of ranks 0, 1, …. Each process sees only its own GPU, as device 0."""
     order = sorted(range(len(places)), key=lambda worker: (places[worker][0], worker))
     _, address, port = places[order[0]]
     rendezvous = {"MASTER_ADDR": address, "MASTER_PORT": str(port), "WORLD_SIZE": str(len(places))}
@@ -54,12 +54,15 @@ def environments(places: Sequence[tuple[str, str, int]], env: dict[str, str]) ->
 
 
 def run_once(args: argparse.Namespace) -> list[int]:
-    """Run all ranks once; returns their exit codes, by rank."""
+    """Run all ranks once; return their exit codes by rank."""
     needs = {"CPU": 1, "GPU": 1} if args.gpu else {"CPU": 1}
     group = placement_group([needs] * args.workers, strategy="PACK")
     try:
         if not group.wait(timeout_seconds=RESOURCE_TIMEOUT):
-            sys.exit(f"error: the cluster cannot place {args.workers} ranks with {needs} each.")
+            sys.exit(
+                f"error: the cluster has no resources for {args.workers} ranks with {needs} each; use fewer ranks, "
+                "or add nodes."
+            )
         build: Any = ray.remote(num_cpus=1, num_gpus=1 if args.gpu else 0, max_concurrency=2)(Rank)
         workers = [
             build.options(scheduling_strategy=PlacementGroupSchedulingStrategy(group, number)).remote()
@@ -98,7 +101,7 @@ def main() -> None:
         failed = {rank: code for rank, code in enumerate(codes) if code}
         if not failed:
             return
-        print(f"try {attempt + 1} of {args.restarts + 1} ended; exit codes by rank: {failed}", file=sys.stderr)
+        print(f"attempt {attempt + 1} of {args.restarts + 1} failed; exit codes by rank: {failed}", file=sys.stderr)
     sys.exit(1)
 
 

@@ -1,7 +1,7 @@
 """Run a recipe: tokenize, pack, train, evaluate, report. Each step is a function of a `RunContext`.
 
-A step skips what is up to date and says why it redoes the rest, so a run is safe to kill and to start again. On several
-ranks all of them train; rank 0 does every other step while the others wait.
+A step skips finished folders that are up to date and logs why it rebuilds the others, so a run can be killed and
+started again. With several ranks, all of them train; rank 0 does every other step while the others wait.
 """
 
 import logging
@@ -49,14 +49,14 @@ REPORT = "report.html"
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What a run prints when it ends."""
+    """Result that a run prints at its end."""
 
     report: Path
     headline: list[str]
 
 
 def open_run(loaded: LoadedRecipe, ranks: Ranks | None = None, *, share: Share = build_in_place) -> RunContext:
-    """Check everything that can be checked without work, then create the run folder."""
+    """Run all checks that need no work, then create the run folder."""
     context = RunContext(loaded=loaded, ranks=ranks or single_rank(pick_device(loaded.recipe.device)), share=share)
     if not context.is_leader:
         silence()  # rank 0 logs for all
@@ -90,7 +90,7 @@ def run(context: RunContext) -> Outcome:
 
 
 def train_stages(context: RunContext, name: str | None = None) -> list[StageConfig]:
-    """Prepare the data and train the stage called `name`, or all stages in order; returns them."""
+    """Prepare the data and train the stage `name`, or all stages in order; return the trained stages."""
     stages = {entry.name: entry for entry in context.recipe.stages}
     chosen = [lookup(stages, name, kind="stage")] if name else list(stages.values())
     tokenize(context)
@@ -101,7 +101,7 @@ def train_stages(context: RunContext, name: str | None = None) -> list[StageConf
 
 
 def train(context: RunContext, stage: StageConfig) -> None:
-    """Train one stage; the stage it starts from must match the recipe."""
+    """Train one stage; the stage that it starts from must match the recipe."""
     previous = _previous(context, stage)
     if previous is not None and previous.name not in context.trained:
         _check_up_to_date(context, previous, needed_by=stage)
@@ -121,7 +121,7 @@ def train(context: RunContext, stage: StageConfig) -> None:
 
 
 def evaluate(context: RunContext, name: str) -> None:
-    """Score the base model (`base`) or a finished stage; a model from scratch has no base to score."""
+    """Score the base model (`base`) or a finished stage; a model trained from scratch has no base model."""
     context.on_leader(lambda: _evaluate(context, name))
 
 
@@ -134,7 +134,7 @@ def _evaluate(context: RunContext, name: str) -> None:
 
 
 def _evaluate_snapshots(context: RunContext, stage: StageConfig) -> None:
-    """Score the models that a stage exported while it trained, and delete them."""
+    """Score and then delete the models that a stage exported during training."""
     evals = context.loaded.evals(after=stage.name)
     if stage.eval_every is None or not evals:
         return
@@ -164,12 +164,12 @@ def report(context: RunContext) -> Outcome:
 
 
 def check_evals(context: RunContext) -> None:
-    """Find a suite that cannot work (too short a text or length) now, not after hours of training."""
+    """Reject a suite that cannot work (too short a text or length) before hours of training."""
     EvalPlan(context.loaded.evals(), context.tokenizer, seed=context.recipe.seed, root=Path()).check()
 
 
 def _check_layouts(context: RunContext) -> None:
-    """Refuse a stage that does not fit the ranks of this job before anything is built for it."""
+    """Reject a stage that does not fit the ranks of this job before anything is built for it."""
     world_size = context.ranks.world_size if context.ranks else 1
     for stage in context.recipe.stages:
         check_fit(stage, context.model, {}, world_size=world_size)
@@ -184,7 +184,7 @@ def _original_context(context: RunContext) -> int:
 
 
 def _previous(context: RunContext, stage: StageConfig) -> StageConfig | None:
-    """The stage that `stage` starts from; None if it starts from the recipe's model."""
+    """Return the stage that `stage` starts from; None if it starts from the recipe's model."""
     names = [other.name for other in context.recipe.stages]
     index = names.index(stage.name)
     init = stage.init
@@ -194,7 +194,7 @@ def _previous(context: RunContext, stage: StageConfig) -> StageConfig | None:
 
 
 def stage_inputs(context: RunContext, stage: StageConfig) -> StageInputs:
-    """The folders that a stage reads."""
+    """Return the folders that a stage reads."""
     previous = _previous(context, stage)
     datasets = context.out / "datasets"
     folder = None if previous is None else stage_dir(context, previous.name)
@@ -209,7 +209,7 @@ def stage_inputs(context: RunContext, stage: StageConfig) -> StageInputs:
 
 
 def _check_up_to_date(context: RunContext, stage: StageConfig, *, needed_by: StageConfig) -> None:
-    """Refuse to continue from weights that the recipe no longer describes; retraining them may take days."""
+    """Reject weights that no longer match the recipe; do not retrain them, which may take days."""
     folder = stage_dir(context, stage.name)
     if not folder.is_dir():
         raise ConfigError(
@@ -223,7 +223,7 @@ def _check_up_to_date(context: RunContext, stage: StageConfig, *, needed_by: Sta
     if reason is not None:
         raise ConfigError(
             f"stage {needed_by.name} starts from stage {stage.name}, which does not match the recipe ({reason}); train "
-            f"it first with --stage {stage.name}, or omit --stage to train all stages in order."
+            f"it first with `stage={stage.name!r}`, or omit `stage` to train all stages in order."
         )
     context.trained.add(stage.name)
 
@@ -238,7 +238,7 @@ def device_of(context: RunContext) -> torch.device:
 
 
 def versions() -> dict[str, str]:
-    """Versions and hardware that a result depends on besides the recipe."""
+    """Return versions and hardware, which affect a result in addition to the recipe."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
     return {
         "unspool": __version__,

@@ -20,9 +20,15 @@ STEPS = ("tokenize", "pack", "train", "report")
 
 @dataclass(frozen=True, kw_only=True)
 class RunResult:
-    """What a run made, in its folder."""
+    """What a run made, in its folder.
 
-    folder: Path
+    Example:
+        >>> import unspool
+        >>> unspool.RunResult(folder="runs/tiny").models
+        {}
+    """
+
+    folder: str | Path
     corpora: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # counts of each tokenized source
     datasets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # counts of each packed dataset
     models: Mapping[str, Path] = field(default_factory=dict)  # model folder of each trained stage
@@ -35,10 +41,10 @@ class RunResult:
         from unspool.recipe.packed_dataset import PackedDataset
 
         lookup(self.datasets, name, kind="dataset")
-        return PackedDataset(self.folder / "datasets" / name)
+        return PackedDataset(Path(self.folder) / "datasets" / name)
 
     def __str__(self) -> str:
-        where = f"report: {self.report.absolute()}" if self.report else f"folder: {self.folder.absolute()}"
+        where = f"report: {self.report.absolute()}" if self.report else f"folder: {Path(self.folder).absolute()}"
         return "\n".join([*self.headline, where])
 
 
@@ -78,7 +84,7 @@ def run(
         >>> result.dataset("utk-2k").seq_len
         2048
     """
-    lookup(dict.fromkeys(STEPS), until, kind="step")
+    lookup(dict.fromkeys(STEPS), until, kind="`until`")
     loaded = load_recipe(recipe, overrides)
     check_inputs(loaded)
     if until in ("tokenize", "pack"):
@@ -102,7 +108,7 @@ def _prepare(loaded: LoadedRecipe, until: str, format: str | None) -> RunResult:
     from unspool.recipe import prepare
 
     if format is not None:
-        lookup(FORMATS, format, kind="--format")
+        lookup(FORMATS, format, kind="`format`")
     with lock_run(loaded.recipe.out):
         context = prepare.open_data_run(loaded)
         corpora = prepare.tokenize(context)

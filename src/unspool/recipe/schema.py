@@ -1,6 +1,6 @@
-"""The recipe: the config classes of every package, put together and checked against each other.
+"""The recipe: the config classes of all packages, combined and checked against each other.
 
-Each class checks itself; this module checks references between them, lengths that must divide, and folder names.
+Each class checks itself; this module checks references between classes, lengths that must divide, and folder names.
 """
 
 import re
@@ -27,7 +27,7 @@ from unspool.synthesis.config import SynthConfig
 from unspool.training.config import StageConfig
 
 FOLDER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
-# Both are values of `init:`, and the scores of the base model are in `scores/base`.
+# Both names are reserved: they are values of `init:`, and `scores/base` holds the base model's scores.
 RESERVED_STAGES = ("previous", "base")
 
 
@@ -68,10 +68,10 @@ class Recipe(Config):
 
 
 def reference_problems(data: Mapping[str, Any]) -> Iterator[Problem]:
-    """Find what does not fit together in a recipe's plain data.
+    """Find inconsistencies in a recipe's plain data.
 
-    The data may have other problems, so that all problems of a file are reported at once: values of the wrong type are
-    skipped here, since their class refuses them.
+    The data may have other problems, since all problems of a file are reported together. Values of the wrong type are
+    skipped here; their class rejects them.
     """
     sources, rows = _entries(data.get("sources")), _entries(data.get("datasets"))
     stages = [_entries(stage) for stage in _items(data.get("stages"))]
@@ -80,7 +80,7 @@ def reference_problems(data: Mapping[str, Any]) -> Iterator[Problem]:
     yield from _synth_problems(_entries(data.get("synth")), sources)
     for name, entry in rows.items():
         wanted = _entries(entry).get("from")
-        with suppress(ValueError):  # the dataset's class refuses an unknown mix
+        with suppress(ValueError):  # the dataset's class rejects an unknown mix
             wanted = expand_mix(wanted)
         for source in [wanted] if isinstance(wanted, str) else _entries(wanted):
             if source not in sources:
@@ -117,7 +117,7 @@ def _name_problems(
             text = f"{given!r} is reserved; choose another name for the stage."
             yield Problem(place=("stages", index, "name"), text=text)
         if given and given in stage_names[:index]:
-            text = f"{given!r} is already the name of stages.{stage_names.index(given)}; stages need unique names."
+            text = f"{given!r} is already the name of stages.{stage_names.index(given)}; give each stage a unique name."
             yield Problem(place=("stages", index, "name"), text=text)
 
 
@@ -130,7 +130,7 @@ def _synth_problems(sets: Mapping[str, Any], sources: Mapping[str, Any]) -> Iter
             if source not in sources:
                 yield Problem(place=place, text=_unknown("source", str(source), list(sources)))
             elif (kind := SOURCES.get(_text(_entries(sources[source]).get("kind")))) and kind.is_chat:
-                text = f"source {source!r} holds conversations; name a source of documents to write about."
+                text = f"source {source!r} holds conversations; give a source of documents."
                 yield Problem(place=place, text=text)
 
 
@@ -142,7 +142,7 @@ def _mix_problems(index: int, stage: Mapping[str, Any], rows: Mapping[str, Any])
         if name not in rows:
             yield Problem(place=place, text=_unknown("dataset", name, list(rows)))
         elif context and length and context % length:
-            text = f"rows of length {format_size(length)} do not divide the stage's context of {format_size(context)}"
+            text = f"rows of length {format_size(length)} do not divide the context length of {format_size(context)}"
             yield Problem(place=place, text=f"{text}; change datasets.{name}.seq_len or stages.{index}.context_length.")
         else:
             yield from _pose_problems(index, stage, name, _entries(rows.get(name)))
@@ -157,7 +157,7 @@ def _validation_problems(index: int, stage: Mapping[str, Any], rows: Mapping[str
     if name not in rows:
         yield Problem(place=place, text=_unknown("dataset", name, list(rows)))
     elif context and length and length > context:
-        text = f"rows of length {format_size(length)} exceed the stage's context of {format_size(context)}"
+        text = f"rows of length {format_size(length)} exceed the context length of {format_size(context)}"
         yield Problem(place=place, text=f"{text}; change datasets.{name}.seq_len or stages.{index}.context_length.")
 
 
@@ -169,7 +169,7 @@ def _distillation_problems(
         return
     begins = stage.get("init", "previous") == "base" or (index == 0 and stage.get("init", "previous") == "previous")
     if is_new and begins:
-        text = "a new model attends to nothing yet to keep; leave attention_distillation out of its first stage."
+        text = "a new model has no attention to preserve; remove attention_distillation from its first stage."
         yield Problem(place=("stages", index, "attention_distillation"), text=text)
     wanted = refit.get("datasets")
     names = [wanted] if isinstance(wanted, str) and wanted else list(_entries(wanted))
@@ -181,7 +181,7 @@ def _distillation_problems(
         if name not in rows:
             yield Problem(place=at, text=_unknown("dataset", name, list(rows)))
         elif _entries(rows[name]).get("pose"):
-            text = "its positions skip beyond the old context (pose), where there is nothing to keep; use other rows."
+            text = "its positions (pose) exceed the old context length, with nothing to preserve; use other rows."
             yield Problem(place=at, text=text)
         elif length and longest and longest % length:
             text = f"rows of length {format_size(length)} do not divide the longest of attention_distillation.datasets"
@@ -201,14 +201,14 @@ def _pose_problems(index: int, stage: Mapping[str, Any], name: str, entry: Mappi
     if not target:
         return
     if context and context < target:
-        text = f"its rows have positions up to {format_size(target)}, beyond the stage's context of"
+        text = f"its rows have positions up to {format_size(target)}, beyond the stage's context length of"
         way_out = f"lower datasets.{name}.pose.target or raise stages.{index}.context_length."
         yield Problem(place=place, text=f"{text} {format_size(context)}; {way_out}")
     moves_chunks = any(entry.get(key) for key, strategy in STRATEGIES.items() if strategy.moves_chunks)
     is_full = entry.get("attention") == "full" or moves_chunks
     if stage.get("attention") == "full" and not is_full:
-        text = "its positions restart in every document (pose), and the stage attends across documents"
-        way_out = f"set datasets.{name}.attention: full, or leave stages.{index}.attention out."
+        text = "its positions restart in every document (pose), but the stage attends across documents"
+        way_out = f"set datasets.{name}.attention: full, or remove stages.{index}.attention."
         yield Problem(place=place, text=f"{text}; {way_out}")
 
 
@@ -223,9 +223,9 @@ def _init_problems(index: int, start: Any, stage_names: list[str]) -> Iterator[P
 
 
 def folder_problems(name: str, place: Place) -> Iterator[Problem]:
-    """Refuse a name that cannot be that of a folder."""
+    """Reject a name that cannot be a folder name."""
     if not FOLDER_NAME.fullmatch(name) or name.endswith(WORK_ENDINGS):
-        allowed = "begin with a letter or digit, use at most 100 of those, '-', '_' and '.'"
+        allowed = "begin with a letter or digit, use at most 100 letters, digits, '-', '_' and '.'"
         text = f"{clip(name, 120)!r} cannot name a folder; {allowed}, and do not end in {', '.join(WORK_ENDINGS)}."
         yield Problem(place=place, text=text)
 
@@ -254,6 +254,6 @@ def _unknown(kind: str, name: str, known: list[str]) -> str:
 
 
 def dump_recipe(recipe: Recipe) -> str:
-    """The recipe as YAML with every default written out; reading it gives an equal recipe."""
+    """Dump the recipe as YAML with every default; loading it gives an equal recipe."""
     plain: dict[str, Any] = recipe.model_dump(mode="json", by_alias=True, exclude_none=True)
     return yaml.dump(plain, Dumper=CoreDumper, sort_keys=False, allow_unicode=True, width=120)

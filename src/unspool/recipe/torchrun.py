@@ -1,4 +1,4 @@
-"""torchrun as `unspool launch` starts it: it ends when `launch` is killed, and prints no traceback of its own.
+"""torchrun for `unspool launch`: it ends when `launch` is killed, and prints no traceback.
 
 `python -m unspool.recipe.torchrun PARENT ARGUMENTS…`, where PARENT is the process id of `launch`.
 """
@@ -15,21 +15,21 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from unspool.recipe.launch import GRACE
 
-INTERVAL = 0.5  # seconds between two looks at the parent
+INTERVAL = 0.5  # seconds between two checks of the parent process
 
 
 def main() -> None:
     parent, args = int(sys.argv[1]), sys.argv[2:]
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     if "--shutdown-timeout" in run.get_args_parser().format_help():
-        # On SIGTERM, ranks finish their step and save; older versions of torchrun always wait 30 seconds.
+        # On SIGTERM, ranks finish their step and save. Older versions of torchrun always wait 30 seconds.
         args = [f"--shutdown-timeout={GRACE}", *args]
     try:
         run.main(args)
     except SignalException as stopped:
         sys.exit(128 + stopped.sigval)
     except ChildFailedError as failed:
-        # Ranks print their own errors; one that was killed cannot.
+        # Ranks print their own errors, except one that was killed.
         rank, first = failed.get_first_failure()
         if first.exitcode < 0:
             print(f"rank {rank} was killed by {signal.Signals(-first.exitcode).name}", file=sys.stderr)
@@ -37,7 +37,7 @@ def main() -> None:
 
 
 def _end_with(parent: int) -> None:
-    """Stop as on SIGTERM when the parent process has ended, however it did."""
+    """Send this process SIGTERM when the parent process has ended for any reason."""
     while os.getppid() == parent:
         time.sleep(INTERVAL)
     os.kill(os.getpid(), signal.SIGTERM)

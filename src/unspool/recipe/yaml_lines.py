@@ -1,7 +1,7 @@
-"""Read YAML into plain data and keep the line of every key.
+"""Read YAML into plain data and record the line of every key.
 
-Tags are refused, keys are always text, duplicate keys are reported, and scalars follow YAML 1.2: `8e6` and `1e-5` are
-numbers, `on`, `no` and `yes` are text.
+Tags are rejected, keys are always strings, duplicate keys are reported, and scalars follow YAML 1.2: `8e6` and `1e-5`
+are numbers; `on`, `no` and `yes` are strings.
 """
 
 import re
@@ -21,7 +21,7 @@ MAX_VALUES = 100_000
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """One thing to fix. `where` overrides the line of its place; `show_value` adds the value to the message."""
+    """One problem to fix. `where` overrides the line of its place; `show_value` adds the value to the message."""
 
     place: Place
     text: str
@@ -31,7 +31,7 @@ class Problem:
 
 @dataclass
 class Marks:
-    """Where each place of a recipe is written: a line of the file, or what changed it."""
+    """The origin of each value of a recipe: a line of the file, or the override that set it."""
 
     file: str
     lines: dict[Place, int] = field(default_factory=dict)
@@ -46,25 +46,25 @@ class Marks:
         return self.file
 
     def line(self, place: Place) -> int:
-        """Line number for sorting; `--set` sorts last."""
+        """Line number for sorting; overrides sort last."""
         known = re.fullmatch(r".*:(\d+)", self.where(place), re.DOTALL)
-        return int(known[1]) if known and not self.where(place).startswith("--set") else 1 << 30
+        return int(known[1]) if known and not self.where(place).startswith("`overrides=") else 1 << 30
 
     def override(self, place: Place, where: str) -> None:
-        """Everything at and below `place` now comes from `where`."""
+        """Record that everything at and below `place` comes from `where`."""
         for known in (self.lines, self.overrides):
             for below in [key for key in known if key[: len(place)] == place]:
                 del known[below]
         self.overrides[place] = where
 
 
-# Plain scalars by YAML 1.2's core schema without octal, hexadecimal and infinities; PyYAML follows YAML 1.1. `None`:
-# for any first character.
+# Plain scalars by YAML 1.2's core schema, without octal, hexadecimal and infinities; PyYAML follows YAML 1.1. The key
+# `None` matches any first character.
 RESOLVERS: dict[Any, Any] = {
     None: [
         ("tag:yaml.org,2002:null", re.compile(r"(~|null|Null|NULL|)\Z")),
         ("tag:yaml.org,2002:bool", re.compile(r"(true|True|TRUE|false|False|FALSE)\Z")),
-        # Longer digit strings are floats, which Python converts at any length.
+        # Longer digit strings become floats, which Python converts at any length.
         ("tag:yaml.org,2002:int", re.compile(r"[-+]?[0-9]{1,18}\Z")),
         ("tag:yaml.org,2002:float", re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?\Z")),
     ]
@@ -76,7 +76,7 @@ class CoreLoader(yaml.SafeLoader):
 
 
 class CoreDumper(yaml.SafeDumper):
-    """Quotes text that `CoreLoader` would read as something else."""
+    """Dump YAML; quote strings that `CoreLoader` would read as another type."""
 
     yaml_implicit_resolvers = RESOLVERS
 
@@ -85,7 +85,7 @@ class CoreDumper(yaml.SafeDumper):
 
 
 def read_yaml(text: str, file: str) -> tuple[Any, Marks, list[Problem]]:
-    """Return the data, the lines of its keys, and its problems; ConfigError if the text is no YAML."""
+    """Return the data, the lines of its keys, and its problems; ConfigError if the text is not valid YAML."""
     try:
         node = CoreLoader(text).get_single_node()
         reader = _Reader(file)
@@ -95,7 +95,7 @@ def read_yaml(text: str, file: str) -> tuple[Any, Marks, list[Problem]]:
     except yaml.YAMLError as error:
         raise ConfigError(f"{file}: not valid YAML: {' '.join(str(error).split())}.") from None
     except RecursionError:
-        raise ConfigError(f"{file}: not a recipe: it is nested too deeply.") from None
+        raise ConfigError(f"{file}: it is nested too deeply for a recipe.") from None
     return data, reader.marks, reader.problems
 
 
@@ -126,7 +126,9 @@ class _Reader:
     def build(self, node: yaml.Node, place: Place) -> Any:
         self.num_values += 1
         if self.num_values > MAX_VALUES or id(node) in self.open:
-            raise ConfigError(f"{self.marks.where(place)}: not a recipe: its anchors expand without end.")
+            raise ConfigError(
+                f"{self.marks.where(place)}: its anchors expand to too many values; write the values out."
+            )
         self.open.add(id(node))
         value = self._value(node, place)
         self.open.discard(id(node))
@@ -141,7 +143,9 @@ class _Reader:
                 self.marks.lines[(*place, index)] = item.start_mark.line + 1
             return [self.build(item, (*place, index)) for index, item in enumerate(node.value)]
         if "\0" in node.value:
-            self.problems.append(Problem(place=place, text="a NUL character; remove it, as no path or name has one."))
+            self.problems.append(
+                Problem(place=place, text="a NUL character; remove it, because paths and names cannot contain one.")
+            )
             return None
         try:
             return SCALARS[kind](node.value)
@@ -164,7 +168,7 @@ class _Reader:
             key = str(key_node.value)
             below = (*place, key)
             if key in built:
-                text = f"this key is already given on line {self.marks.lines[below]}; keep one of them."
+                text = f"duplicate key, first given on line {self.marks.lines[below]}; keep one of them."
                 self.problems.append(Problem(place=below, where=f"{self.marks.file}:{line}", text=text))
                 continue
             self.marks.lines[below] = line

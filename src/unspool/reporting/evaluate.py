@@ -292,7 +292,7 @@ def write_lm_eval_tasks(request: EvalRequest, folder: Path) -> list[str]:
     from unspool.models.tokenizer import load_tokenizer
 
     if not all(SUITES[config.suite].tasks for config in request.evals):
-        raise ConfigError(f"--lm-eval works only with suites that have tasks: {', '.join(TASK_SUITES)}.")
+        raise ConfigError(f"`lm_eval` works only with suites that have tasks: {', '.join(TASK_SUITES)}.")
     plan = EvalPlan(request.evals, load_tokenizer(request.model), seed=request.seed, root=Path.cwd())
     return write_tasks(plan, folder)
 
@@ -302,7 +302,7 @@ def parse_duration(text: str) -> float:
     found = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*([smh])", text.strip().lower())
     seconds = float(found[1]) * UNITS[found[2]] if found else 0.0
     if not 1 <= seconds <= 30 * 86_400:
-        raise ConfigError(f"--budget {text!r} is not a duration from 1s to 720h; write for example 90s, 10m or 2h.")
+        raise ConfigError(f"`budget` {text!r} is not a duration from 1s to 720h; write for example 90s, 10m or 2h.")
     return seconds
 
 
@@ -313,5 +313,5 @@ def check_folder(out_dir: Path) -> None:
     holds_scores = (read_manifest(out_dir) or {}).get("kind") == "scores"
     if not out_dir.is_dir() or (any(out_dir.iterdir()) and not holds_scores):
         raise ConfigError(
-            f"--out {out_dir} exists and is not a folder of scores; give a new folder, because the command replaces it."
+            f"{out_dir} exists and is not a folder of scores; give a new folder, because this one would be replaced."
         )

@@ -149,8 +149,8 @@ def gather(run_dir: Path) -> RunResults:
         if (run_dir / SUMMARY).is_file():
             return _gather_scores(run_dir)
         raise ConfigError(
-            f"{run_dir} {_not_a_run(run_dir)}. Give the run's folder (`out` in the recipe, such as runs/tiny) or "
-            "a folder that `unspool eval --out` wrote."
+            f"{run_dir} {_not_a_run(run_dir)}. Give the output folder of a recipe, such as runs/tiny, or that of an "
+            "evaluation."
         )
     recipe_file = run_dir / "recipe.yaml"
     recipe_text = read_text(recipe_file) if recipe_file.is_file() else None

@@ -8,12 +8,10 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any, cast
 
 from unspool import __version__
 from unspool.core.formatting import printable
-from unspool.core.html import write_text
 from unspool.core.table import Entry, Table, escape_markdown, markdown_table
 from unspool.reporting.comparisons import Comparison, compare, headline, missing_parts, not_paired
 from unspool.reporting.data_section import length_bins, realized_mix
@@ -25,10 +23,6 @@ from unspool.reporting.run_results import LOSS, Cell, RunResults, Stage
 from unspool.reporting.sections import Block, Code, Group, PageView, Questions, RunView, Section, Text, lines_of
 
 _FENCE = re.compile(r"`{3,}")
-
-
-def write_markdown(runs: Sequence[RunResults], out_file: Path) -> None:
-    write_text(out_file, render_markdown(runs))
 
 
 def render_markdown(runs: Sequence[RunResults]) -> str:

@@ -15,7 +15,7 @@ from markupsafe import Markup
 
 from unspool import __version__
 from unspool.core.errors import ConfigError
-from unspool.core.html import element, load_templates, svg, svg_line, svg_text, write_text
+from unspool.core.html import element, load_templates, svg, svg_line, svg_text
 from unspool.core.sizes import format_size
 from unspool.rope.bound import bound, curve, first_negative
 from unspool.rope.methods import ROPE_METHODS, Unchanged
@@ -124,8 +124,8 @@ def _bases(
     """The smallest base that passes the bound of Men et al., if there is one, and that of the NTK rule."""
     if context_len <= rope.original_len:
         raise ConfigError(
-            f"--context {format_size(context_len)}: the model was trained for {format_size(rope.original_len)} "
-            "already; give a longer context."
+            f"`context_length={format_size(context_len)!r}`: the model was trained for "
+            f"{format_size(rope.original_len)} already; give a longer context."
         )
     smallest = bound(context_len, rope.rotary_dim, advance=advance)
     return smallest, ntk_base(rope.base, context_len / rope.original_len, rope.rotary_dim)
@@ -242,10 +242,6 @@ def sparkline(each: MethodAdvice, width: int) -> str:
 # In viewBox units.
 WIDTH, HEIGHT = 320.0, 170.0
 LEFT, RIGHT, TOP, BOTTOM = 34.0, 10.0, 10.0, 30.0
-
-
-def write_advice(advice: Advice, model: str, out_file: Path) -> None:
-    write_text(out_file, render_advice(advice, model))
 
 
 def render_advice(advice: Advice, model: str) -> str:

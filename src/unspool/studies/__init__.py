@@ -1,1 +1,1 @@
-"""Studies: one recipe in several arms and seeds, compared with tests."""
+"""Studies: train one recipe in several arms with several seeds, and compare the results with statistical tests."""

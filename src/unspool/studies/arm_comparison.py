@@ -1,7 +1,7 @@
 """Rank and compare the arms of a study: means over seeds, paired differences with intervals and p-values.
 
-Arms are compared only on the same questions under the same seeds. P-values are corrected by Holm's method over all
-comparisons of a measure. A verdict names what it is about: the recipes (`seeds`) or these trained models (`models`).
+Arms are compared only on the same questions under the same seeds. Holm's method corrects p-values over all comparisons
+of a measure. A verdict states what it applies to: the recipes (`seeds`) or these trained models (`models`).
 """
 
 import math
@@ -37,17 +37,17 @@ from unspool.studies.arm_scores import (
 from unspool.studies.load import Study
 from unspool.studies.schema import Margin
 
-# Up to this many differences all 2^n sign flips are enumerated; above, DRAWS of them are sampled.
+# Up to this many differences, all 2^n sign flips are enumerated; above it, DRAWS flips are sampled.
 MAX_EXACT = 14
 DRAWS = 20_000
-# Relative; differences that are closer are equal but for rounding.
+# Relative tolerance: differences closer than this are equal up to rounding.
 TOLERANCE = 1e-9
 TOO_SMALL = "the sample is too small to tell"
 ByArm = Mapping[str, dict[int, Answers]]  # arm: seed: answers; runs without results are absent
 
 
 def compare_arms(study: Study, answers: ByArm, *, context: int | None) -> dict[str, Any]:
-    """Rank and compare the arms, as study.json has it. `context`: the original context length of the model."""
+    """Rank and compare the arms for study.json. `context` is the original context length of the model."""
     chosen = ranking(study.measures, study.compare, context)
     scores = [measure for measure in chosen if not measure.is_loss]
     losses = [measure for measure in chosen if measure.is_loss]
@@ -84,7 +84,7 @@ def _table(study: Study, answers: ByArm, measure: Measure) -> dict[str, Any]:
 
 
 def _summary(by_seed: Mapping[int, Answers], measure: Measure) -> dict[str, Any]:
-    """Mean and standard deviation over seeds; None where there are too few."""
+    """Return mean and standard deviation over seeds; None if there are too few."""
     values = {seed: value for seed, answers in by_seed.items() if (value := value_of(answers, measure)) is not None}
     return {
         "mean": fmean(values.values()) if values else None,
@@ -117,13 +117,13 @@ def _verdict(one: Mapping[str, Any], measure: Measure, margin: Margin, family: i
     bound = getattr(margin, measure.kind)
     small = widest["low"] is not None and -bound <= widest["low"] and widest["high"] <= bound
     size = f"{100 * bound:g} points" if not measure.is_loss else f"{bound:g} nats"
-    # With many tokens even differences that do not matter are significant.
+    # With many tokens, even irrelevant differences are significant.
     by = f" by less than {size}" if small else ""
     if _shown(seeds["p_holm"]):
         return {"verdict": word, "of": "seeds", "says": f"{word}{by}, over {seeds['n']} seeds"}
     if _shown(prompts["p_holm"]):
         says = f"{word}{by} on these prompts; " + (
-            f"{seeds['n']} seeds are too few to say so of the recipe" if seeds["n"] > 1 else "one seed only"
+            f"{seeds['n']} seeds are too few to conclude this for the recipe" if seeds["n"] > 1 else "one seed only"
         )
         return {"verdict": word, "of": "models", "says": says}
     if small:
@@ -139,9 +139,9 @@ def _shown(p: float | None) -> bool:
 
 
 def _rank(study: Study, means: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rank by score, then by loss; an arm that lacks one of them has no rank and comes last.
+    """Rank by score, then by loss; an arm that lacks one of them has no rank and is last.
 
-    Other seeds are other prompts, so arms are ranked on the seeds that all of them have, if there are any.
+    Other seeds use other prompts, so arms are ranked on the seeds that all of them have, if there are any.
     """
     whole = _measured(study, means)
     common = ranked_seeds(means, whole)
@@ -171,17 +171,17 @@ def _measured(study: Study, means: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def ranked_seeds(means: Sequence[dict[str, Any]], arms: Sequence[str]) -> list[str]:
-    """Seeds that all of these arms were measured with."""
+    """Return the seeds that all of these arms were measured with."""
     found = [set(table["arms"][arm]["by_seed"]) for table in means for arm in arms]
     return sorted(set.intersection(*found), key=int) if found else []
 
 
-# Paired differences to p-values and intervals.
+# From paired differences to p-values and intervals.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Test:
-    """A test over `n` units with its 95% interval; None where there are too few units."""
+    """A test over `n` units with its 95% interval; None if there are too few units."""
 
     n: int
     p: float | None
@@ -190,7 +190,7 @@ class Test:
 
 
 def pooled(contributions: Contributions) -> dict[str, float]:
-    """Average over seeds, prompt by prompt; a prompt that several seeds answered counts once."""
+    """Average over seeds, prompt by prompt; a prompt with answers from several seeds counts once."""
     whole: dict[str, float] = {}
     for prompts in contributions.values():
         for prompt, value in prompts.items():
@@ -199,27 +199,27 @@ def pooled(contributions: Contributions) -> dict[str, float]:
 
 
 def difference(contributions: Contributions) -> float | None:
-    """Mean difference over seeds."""
+    """Return the mean difference over seeds."""
     return fmean(sum(prompts.values()) for prompts in contributions.values()) if contributions else None
 
 
 def over_prompts(contributions: Contributions, *, bounded: bool) -> Test:
     """Test whether these trained models would differ on other prompts, by flipping the signs of whole prompts.
 
-    Questions on one context are one prompt, and so are the answers of several seeds to it. The p-value is exact for
-    few prompts, and never below 2^(1−n). `bounded`: single differences lie between −1 and 1, as those of scores do.
+    Questions on one context are one prompt, and so are the answers of several seeds to it. The p-value is exact for few
+    prompts, and never below 2^(1−n). `bounded`: single differences are between −1 and 1, as for scores.
     """
     values = np.array(list(pooled(contributions).values()))
     n = len(values)
     if n == 0:
         return Test(n=0, p=None, low=None, high=None)
-    # Contributions sum to the difference; times n they average to it.
+    # Contributions sum to the difference; times n, their mean is the difference.
     low, high = _interval(values * n, bounded=bounded)
     return Test(n=n, p=flip_p(values), low=low, high=high)
 
 
 def flip_p(values: np.ndarray) -> float:
-    """Share of sign flips whose sum is at least as far from 0; the sign test if all differences are equal in size."""
+    """Return the share of sign flips whose sum is at least as far from 0; a sign test if all sizes are equal."""
     sizes = np.abs(values[np.abs(values) > TOLERANCE * max(1e-300, float(np.abs(values).max(initial=0)))])
     signed = float(values.sum())
     n = len(sizes)
@@ -257,7 +257,8 @@ def _interval(values: np.ndarray, *, bounded: bool) -> tuple[float | None, float
 def over_seeds(contributions: Contributions, *, bounded: bool = False) -> Test:
     """Test whether the recipes would differ under other seeds, by Student's t; one seed gives no p-value.
 
-    The spread over prompts is a lower bound of the error: two seeds that agree by chance would prove anything.
+    The spread over prompts is a lower bound of the error. Without it, two seeds that agree by chance would prove
+    anything.
     """
     means = [sum(prompts.values()) for prompts in contributions.values()]
     k = len(means)
@@ -274,7 +275,7 @@ def over_seeds(contributions: Contributions, *, bounded: bool = False) -> Test:
 
 
 def holm(ps: Sequence[float | None]) -> list[float | None]:
-    """Correct p-values by Holm's method: the smallest of m times m, the next times m − 1, …; None stays None."""
+    """Correct p-values by Holm's method: the smallest of m is multiplied by m, the next by m − 1, …; None stays."""
     known = sorted((p, at) for at, p in enumerate(ps) if p is not None)
     corrected: list[float | None] = [None] * len(ps)
     so_far = 0.0

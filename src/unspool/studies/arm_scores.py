@@ -1,6 +1,6 @@
 """The measures of a study and the answers of its runs.
 
-Measures are named before anything is run: `niah/32K`, `ruler/32K` (the mean of its tasks), `ruler/vt/32K`,
+Measures have names before anything runs: `niah/32K`, `ruler/32K` (the mean of its tasks), `ruler/vt/32K`,
 `perplexity/16K-32K`; in suites with categories also `helmet/rag/32K`. Each is a weighted mean of `Part`s.
 """
 
@@ -25,7 +25,7 @@ from unspool.models.loss import bucket_edges
 from unspool.recipe.schema import Recipe
 from unspool.recipe.yaml_lines import Problem
 
-Contributions = Mapping[int, Mapping[str, float]]  # seed: prompt: its part of the difference of two arms
+Contributions = Mapping[int, Mapping[str, float]]  # by seed and prompt: the prompt's part of the difference of two arms
 
 
 class Part(NamedTuple):
@@ -59,18 +59,18 @@ class Measure:
 
     @property
     def lookups(self) -> set[str]:
-        """Names that `compare` accepts for it: the full name, and suite and task, or the suite for a whole suite."""
+        """Return the names that `compare` accepts: the full name, suite and task, or the suite for a whole suite."""
         return {self.name, f"{self.suite}/{self.task}"} if self.task else {self.name, self.suite}
 
     def is_beyond(self, context: int) -> bool:
-        """Whether it measures beyond this context length."""
+        """Return whether it measures beyond this context length."""
         if self.is_loss:
             return all((part.start or 0) >= context for _, part in self.parts)
         return self.length > context
 
 
 def measures_of(recipes: Sequence[Recipe]) -> list[Measure]:
-    """All measures of the evals of these recipes, without duplicates."""
+    """Return all measures of the evals of these recipes, without duplicates."""
     found: dict[str, Measure] = {}
     for recipe in recipes:
         for entry in recipe.evals:
@@ -81,7 +81,7 @@ def measures_of(recipes: Sequence[Recipe]) -> list[Measure]:
 
 def _of_eval(entry: EvalConfig) -> Iterator[Measure]:
     suite = suite_of(entry)
-    for length in sorted(filter(None, suite.lengths(entry))):  # short tasks have none, and no questions to pair
+    for length in sorted(filter(None, suite.lengths(entry))):  # short tasks have no length, and no questions to pair
         name = f"{suite.name}/{format_size(length)}"
         tasks = [
             _measure(f"{suite.name}/{task.name}/{format_size(length)}", Part(suite.name, task.name, length))
@@ -100,7 +100,7 @@ def _of_eval(entry: EvalConfig) -> Iterator[Measure]:
 
 
 def _categories(suite: Suite, tasks: Sequence[Measure], length: int) -> list[Measure]:
-    """Means of the suite's categories over the tasks that are asked; a task that is alone or in none stays itself."""
+    """Average the suite's tasks by category; a task that is alone in its category, or in none, stays as it is."""
     categories = suite.categories if isinstance(suite, TaskSuite) else {}
     owner = {task: name for name, names in categories.items() for task in names}
     groups: dict[str, list[Measure]] = {}
@@ -118,14 +118,14 @@ def _measure(name: str, part: Part) -> Measure:
 
 
 def mean_of(name: str, measures: Sequence[Measure]) -> Measure:
-    """The plain mean of several measures of one kind."""
+    """Return the plain mean of several measures of one kind."""
     share = 1 / len(measures)
     parts = tuple((weight * share, part) for measure in measures for weight, part in measure.parts)
     return Measure(name=name, suite=measures[0].suite, task=None, parts=parts)
 
 
 def find_measures(pattern: str, measures: Sequence[Measure]) -> list[Measure]:
-    """The measures that a name stands for, as in `compare`; `*` in a name stands for anything."""
+    """Find the measures for a name in `compare`; `*` matches any text."""
     if "*" in pattern:
         return [measure for measure in measures if fnmatchcase(measure.name, pattern)]
     return [measure for measure in measures if pattern in measure.lookups]
@@ -133,7 +133,7 @@ def find_measures(pattern: str, measures: Sequence[Measure]) -> list[Measure]:
 
 def compare_problems(data: Mapping[str, Any], measures: Sequence[Measure]) -> Iterator[Problem]:
     if not measures:
-        yield Problem(place=("recipe",), text="has no evals, so its arms cannot be compared; add some.")
+        yield Problem(place=("recipe",), text="has no evals, so its arms cannot be compared; add evals to the recipe.")
     known = sorted(set().union(*(measure.lookups for measure in measures)))
     for at, name in enumerate(data.get("compare") or []):
         if not find_measures(name, measures):
@@ -151,7 +151,7 @@ def chosen_names(data: Mapping[str, Any], measures: Sequence[Measure]) -> list[s
 
 
 def ranking(measures: Sequence[Measure], names: Sequence[str] | None, context: int | None) -> list[Measure]:
-    """Measures that rank the arms: the named ones, else those beyond the context, else the longest of each suite."""
+    """Return measures that rank the arms: those in `names`, else those beyond the context, else the longest."""
     if names is not None:
         return [measure for measure in measures if measure.name in names]
     whole = [measure for measure in measures if measure.task is None]
@@ -163,7 +163,7 @@ def ranking(measures: Sequence[Measure], names: Sequence[str] | None, context: i
 
 
 class Answer(NamedTuple):
-    prompt: str  # questions on one context share a prompt, since they fail together
+    prompt: str  # questions on one context share a prompt, because their errors are correlated
     score: float
 
 
@@ -201,7 +201,7 @@ def _scores(sample: dict[str, Any]) -> Iterator[tuple[Part, float]]:
 
 
 def _per_context(evals: Sequence[dict[str, Any]]) -> dict[tuple[str, int], int]:
-    """Number of consecutive questions on one context, by suite and length."""
+    """Return the number of consecutive questions on one context, by suite and length."""
     return {
         (entry["suite"], length): int(entry.get("questions") or entry.get("needles") or 1)
         for entry in evals
@@ -217,7 +217,7 @@ def _group(sample: dict[str, Any], together: dict[tuple[str, int], int]) -> tupl
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
     if not path.is_file():
         return
-    # Not splitlines(), which also splits at separators inside of outputs.
+    # Not splitlines(), which also splits at separators inside outputs.
     for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
         if not line:
             continue
@@ -228,7 +228,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def value_of(answers: Answers, measure: Measure) -> float | None:
-    """Value of a measure; None if one of its parts was not measured."""
+    """Return the value of a measure; None if one of its parts was not measured."""
     total = 0.0
     for weight, part in measure.parts:
         found = answers.get(part)
@@ -239,14 +239,14 @@ def value_of(answers: Answers, measure: Measure) -> float | None:
 
 
 def count_of(answers: Answers, measure: Measure) -> int:
-    """Number of questions, or of text windows."""
+    """Return the number of questions, or of text windows."""
     return len({key for _, part in measure.parts for key in answers.get(part, {})})
 
 
 def contributions_of(first: dict[int, Answers], second: dict[int, Answers], measure: Measure) -> Contributions:
-    """Difference of two arms by seed and prompt, on the questions that both answered.
+    """Return the difference of two arms by seed and prompt, on the questions that both answered.
 
-    A seed without a common question in one of the parts is left out.
+    A seed without a common question in one of the parts is excluded.
     """
     found: dict[int, dict[str, float]] = {}
     for seed in sorted(first.keys() & second.keys()):

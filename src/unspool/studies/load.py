@@ -5,7 +5,7 @@ checker checks the recipe of each arm.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -16,7 +16,8 @@ from unspool.core.errors import ConfigError
 from unspool.models.location import expand_home, path_exists
 from unspool.recipe.extends import find_file, read_text
 from unspool.recipe.json_schema import refuse
-from unspool.recipe.load import LoadedRecipe, check_inputs, load_recipe
+from unspool.recipe.load import LoadedRecipe, Overrides, check_inputs, load_recipe, override_texts
+from unspool.recipe.overrides import override_label
 from unspool.recipe.paths import bundled_recipes, bundled_studies
 from unspool.recipe.schema import FOLDER_NAME
 from unspool.recipe.yaml_lines import Marks, Place, Problem, read_yaml
@@ -58,7 +59,7 @@ def expand(data: Mapping[str, Any]) -> tuple[list[ArmSpec], list[Problem]]:
 
 
 def _values(key: str, values: Any) -> list[tuple[str, tuple[str, Any, Place]]]:
-    """Values of one grid key, each with its part of the arm's name and its place."""
+    """List the values of one grid key, each with its part of the arm's name and its place."""
     if isinstance(values, dict):
         return [(key, (name, value, ("grid", key, name))) for name, value in values.items()]
     last = key.rsplit(".", 1)[-1]
@@ -87,7 +88,7 @@ def _spec(arm: str, given: Mapping[str, Any], point: Mapping[str, tuple[str, Any
 
 
 def _name_problems(data: Mapping[str, Any], specs: list[ArmSpec]) -> list[Problem]:
-    """Problems with references to arms."""
+    """Check references to arms."""
     known = [spec.name for spec in specs]
     problems = []
     baseline = data.get("baseline")
@@ -108,7 +109,7 @@ class StudyRun:
 
     arm: str
     seed: int
-    stage: str  # whose scores are compared
+    stage: str  # the stage with the compared scores
     loaded: LoadedRecipe
 
     @property
@@ -123,7 +124,7 @@ class Study:
     text: str
     runs: list[StudyRun]
     baseline: str
-    against: dict[str, list[str]]  # arm: the arms that it is compared with
+    against: dict[str, list[str]]  # by arm: the arms that it is compared with
     measures: list[Measure]
     compare: list[str] | None  # measures that rank the arms; None: those beyond the model's context
     margin: Margin
@@ -137,14 +138,16 @@ class Study:
         return self.out / run.name
 
 
-def load_study(path_or_name: str | Path, *, overrides: list[str] | None = None, out: Path | None = None) -> Study:
-    """Load and check a study; `overrides` are `--set` texts that apply to every arm, after its own."""
+def load_study(path_or_name: str | Path, *, overrides: Overrides = None, out: Path | None = None) -> Study:
+    """Load and check a study; `overrides` apply to every arm, after its own."""
+    changes = override_texts(overrides)
     file, root, label = find_file(str(path_or_name), bundled_studies(), kind="study")
     text = read_text(file, label, kind="study")
     data, marks, problems = read_yaml(text, label)
     if not isinstance(data, dict):
         raise ConfigError(
-            f"{label}:1: a study is a mapping of keys such as name, recipe and arms; see docs/studies.md."
+            f"{label}:1: a study must be a mapping with keys such as name, recipe and arms; `unspool study show tiny` "
+            "prints an example."
         )
     refuse([*problems, *study_problems(data)], marks, data)
     specs, grid_problems = expand(data)
@@ -156,14 +159,14 @@ def load_study(path_or_name: str | Path, *, overrides: list[str] | None = None, 
     errors: list[str] = []
     for spec in specs:
         try:
-            runs += _runs_of(spec, data, recipe, folder, marks, overrides or [])
+            runs += _runs_of(spec, data, recipe, folder, marks, changes)
         except ConfigError as error:
-            # A problem that every arm has is reported once.
+            # A problem of every arm is reported once.
             errors += [line for line in str(error).splitlines() if _bare(line) not in {_bare(one) for one in errors}]
     if errors:
         raise ConfigError("\n".join(errors))
     measures = measures_of([run.loaded.recipe for run in runs])
-    if any(text.startswith("evals") for text in overrides or []):
+    if any(text.startswith("evals") for text in changes):
         # Other evals than those that the study was written for: what they do not measure cannot rank the arms.
         data |= {"compare": [name for name in data.get("compare") or [] if find_measures(name, measures)]}
     refuse(list(compare_problems(data, measures)), marks, data)
@@ -183,7 +186,7 @@ def load_study(path_or_name: str | Path, *, overrides: list[str] | None = None, 
 
 
 def check_study_inputs(runs: list[StudyRun]) -> None:
-    """Refuse runs whose inputs are not on this machine; each message names the first arm that needs the input."""
+    """Reject runs whose inputs are not on this machine; each message names the first arm that needs the input."""
     errors: list[str] = []
     for run in runs:
         try:
@@ -197,7 +200,7 @@ def check_study_inputs(runs: list[StudyRun]) -> None:
 
 
 def _check_nothing_generated(loaded: LoadedRecipe) -> None:
-    """Refuse generated sources: each arm would generate its own, and train on other data than the others."""
+    """Reject generated sources: each arm would generate different training data."""
     sets = loaded.generated(loaded.recipe.sources)
     if sets:
         raise ConfigError(
@@ -229,8 +232,8 @@ def _placed(
 ) -> list[str]:
     """The recipe checker's messages, with lines of the study file in place of the `--set` texts made from them."""
     # Messages quote a text on one line.
-    where = {f"--set {' '.join(text.split())}: ": marks.where(place) for text, place in texts.items()}
-    where |= {f"--set {' '.join(text.split())}: ": f"--set {' '.join(text.split())}" for text in overrides}
+    where = {f"{override_label(text)}: ": marks.where(place) for text, place in texts.items()}
+    where |= {f"{override_label(text)}: ": override_label(text) for text in overrides}
     lines = []
     for line in str(error).splitlines():
         known = next((start for start in where if line.startswith(start)), "")
@@ -239,7 +242,7 @@ def _placed(
 
 
 def _bare(line: str) -> str:
-    """A message without the name of its arm."""
+    """Return a message without the name of its arm."""
     before, named, after = line.partition(": arm ")
     return f"{before}: {after.partition(': ')[2]}" if named else line
 
@@ -261,12 +264,12 @@ def _stage(spec: ArmSpec, loaded: LoadedRecipe, marks: Marks) -> str:
 
 
 def _spell(value: Any) -> str:
-    """A value as `--set` reads it: JSON is YAML, except for escapes beyond 16 bits."""
+    """Format a value for `--set`: JSON is YAML, except for escapes beyond 16 bits."""
     return json.dumps(value, ensure_ascii=False)
 
 
 def _recipe(given: str, root: Path, marks: Marks) -> str:
-    """The base recipe for `load_recipe`: beside the study, else in the current folder, else bundled."""
+    """Find the base recipe for `load_recipe`: next to the study, else in the current folder, else bundled."""
     beside = root / expand_home(given)
     if given not in bundled_recipes() and path_exists(str(beside)):
         given = str(beside)
@@ -278,10 +281,10 @@ def _recipe(given: str, root: Path, marks: Marks) -> str:
     return given
 
 
-def pick_runs(study: Study, only: list[str] | None) -> list[StudyRun]:
-    """The runs that `only` names, by arm or by run; all of them without it."""
+def pick_runs(study: Study, only: Sequence[str]) -> list[StudyRun]:
+    """The runs that `only` names, by arm or by run; all of them if it is empty."""
     known = [*study.arms, *(run.name for run in study.runs)]
-    for name in only or []:
+    for name in only:
         if name not in known:
-            raise ConfigError(f"--only {name}: {unknown_arm(name, known)}")
+            raise ConfigError(f"`only={name!r}`: {unknown_arm(name, known)}")
     return [run for run in study.runs if not only or run.arm in only or run.name in only]

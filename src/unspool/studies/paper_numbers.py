@@ -1,6 +1,6 @@
-"""A paper's own numbers in a study file, and the results of the study's runs beside them.
+"""A paper's numbers in a study file, next to the results of the study's runs.
 
-The numbers are the paper's, at the paper's scale: they are shown and never compared by a test.
+The numbers are the paper's, at the paper's scale: they are shown but never compared by a test.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +19,16 @@ from unspool.reporting.result_files import json_object
 from unspool.reporting.run_results import SHORT
 from unspool.studies.arm_scores import Measure, find_measures
 
-KEYS = ("source", "scale", "note", "columns", "numbers", "others")
+# The keys of `paper` with their descriptions.
+KEYS = {
+    "source": "Paper and table, such as `ProLong, Table 20`.",
+    "scale": "Model and number of tokens that the paper's numbers were measured with.",
+    "note": "Any other remark.",
+    "columns": "Columns of the paper's table, with the measure that corresponds to each. A list means the average of "
+    "its measures; `null` means that there is none. short/TASK@STAGE is a short task after a stage.",
+    "numbers": "The paper's results by arm: one percentage per column, or `null`.",
+    "others": "Rows of the paper's table that are no arms, in the same form.",
+}
 Numbers = dict[str, list[float | None]]
 ShortScores = dict[str, dict[str, float]]  # stage: task of lm-eval: score
 
@@ -27,11 +36,11 @@ ShortScores = dict[str, dict[str, float]]  # stage: task of lm-eval: score
 @dataclass(frozen=True, kw_only=True)
 class Paper:
     source: str  # such as `ProLong, Table 4`
-    scale: str  # model and tokens that the numbers were measured with
+    scale: str  # model and tokens of the paper's measurements
     note: str
-    columns: dict[str, list[str]]  # the paper's column: measures of ours, or short/TASK@STAGE, whose mean it is
-    numbers: Numbers  # arm: one number for each column, in percent
-    others: Numbers  # rows of the paper's table that are no arms
+    columns: dict[str, list[str]]  # by the paper's column: our measures, or short/TASK@STAGE, whose mean it is
+    numbers: Numbers  # by arm: one number per column, in percent
+    others: Numbers  # rows of the paper's table without an arm
 
     @property
     def caption(self) -> str:
@@ -39,7 +48,7 @@ class Paper:
 
 
 def read_paper(data: Mapping[str, Any]) -> Paper | None:
-    """The block `paper` of a study file without problems."""
+    """Read the block `paper` of a checked study file."""
     given = data.get("paper")
     if given is None:
         return None
@@ -58,10 +67,13 @@ def paper_problems(data: Mapping[str, Any], arms: Sequence[str]) -> Iterator[Pro
         return
     for key in given:
         if key not in KEYS:
-            yield Problem(place=("paper", key), text=unknown_key(key, KEYS))
+            yield Problem(place=("paper", key), text=unknown_key(key, list(KEYS)))
     for key in ("source", "scale"):
         if not isinstance(given.get(key), str):
-            yield Problem(place=("paper", key), text="missing; write which table of which paper, and at which scale.")
+            yield Problem(
+                place=("paper", key),
+                text="missing; write the paper and table as source, and the model and tokens as scale.",
+            )
     columns = given.get("columns")
     if not isinstance(columns, dict) or not all(map(_are_measures, columns.values())):
         text = "must be a mapping from the paper's columns to measures, such as {RULER: ruler/128K, MMLU: null}."
@@ -74,10 +86,10 @@ def paper_problems(data: Mapping[str, Any], arms: Sequence[str]) -> Iterator[Pro
             continue
         for name, row in rows.items():
             if key == "numbers" and name not in arms:
-                text = f"no arm is called {name!r}; write rows that are no arms under paper.others."
+                text = f"no arm is called {name!r}; move rows without an arm to paper.others."
                 yield Problem(place=("paper", key, name), text=text)
             if not isinstance(row, list) or len(row) != len(columns) or not all(map(_is_number, row)):
-                text = f"must be a list of {len(columns)} numbers, one for each column; null where there is none."
+                text = f"must be a list of {len(columns)} numbers, one per column; null for a missing one."
                 yield Problem(place=("paper", key, name), text=text)
 
 
@@ -91,7 +103,7 @@ def _is_number(value: Any) -> bool:
 
 
 def read_short(run_dir: Path) -> ShortScores:
-    """Scores of lm-eval's tasks in a run, which a study does not compare: they have no questions to pair."""
+    """Read the scores of lm-eval's tasks in a run. A study does not compare them: they have no questions to pair."""
     found: ShortScores = {}
     for path in sorted([*run_dir.glob(f"scores/*/{SUMMARY}"), *run_dir.glob(f"{SHORT}/*/{SUMMARY}")]):
         for cell in json_object(path).get("cells", []):
@@ -107,7 +119,7 @@ def beside_paper(
     tables: Sequence[Mapping[str, Any]],
     short: Mapping[str, Sequence[ShortScores]],
 ) -> dict[str, Any]:
-    """The paper's rows with our means over seeds beside them, as study.json has it; `short` has each arm's seeds."""
+    """Combine the paper's rows with our means over seeds, for study.json; `short` holds each arm's seeds."""
     known = {table["measure"]: table for table in tables}
 
     def value(arm: str, wanted: str) -> float | None:
@@ -133,7 +145,7 @@ def beside_paper(
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
-    """None if one of them was not measured."""
+    """Return the mean; None if one value was not measured."""
     known = [value for value in values if value is not None]
     return fmean(known) if known and len(known) == len(values) else None
 
@@ -144,7 +156,7 @@ def _in_percent(measure: Measure, tables: Mapping[str, Any], arm: str) -> float 
 
 
 def _short_value(scores: ShortScores, wanted: str) -> float | None:
-    """`short/mmlu@64k`: the score of a task after a stage; `short@64k`: the mean of all that were scored."""
+    """Return the score of a task after a stage (`short/mmlu@64k`), or the mean of all scored tasks (`short@64k`)."""
     name, _, stage = wanted.partition("@")
     found, task = scores.get(stage, {}), name.removeprefix(SHORT).removeprefix("/")
     values = [found.get(task)] if task else list(found.values())
@@ -153,13 +165,13 @@ def _short_value(scores: ShortScores, wanted: str) -> float | None:
 
 
 def paper_table(paper: Paper) -> Table:
-    """The paper's numbers alone, arms first."""
+    """Tabulate the paper's numbers alone, arms first."""
     rows = [entries(name, *map(_show, row)) for name, row in (paper.numbers | paper.others).items()]
     return Table(caption=paper.caption, columns=["arm", *paper.columns], rows=rows, note=paper.note)
 
 
 def beside_table(found: Mapping[str, Any]) -> Table:
-    """`beside_paper` as a table: what was measured here, and the paper's number as its note."""
+    """Convert `beside_paper` to a table: our measurement, with the paper's number as its note."""
     rows = []
     for row in found["rows"]:
         pairs = list(zip(row["here"], row["paper"], strict=True))
@@ -172,20 +184,20 @@ def beside_table(found: Mapping[str, Any]) -> Table:
         if any(value is not None for pair in pairs for value in pair):
             rows.append([Entry(text=row["arm"] or row["name"]), *cells])
     note = (
-        f"Percent. “paper”: the paper's own numbers at its own scale ({found['scale']}). They show the order of "
-        f"the arms and the size of differences; a run of another size cannot be compared with them. {found['note']}"
+        f"Percent. “paper”: the paper's numbers at its scale ({found['scale']}). They show the order of "
+        f"the arms and the size of differences; do not compare them with a run of another size. {found['note']}"
     )
     columns = ["arm", *(column["name"] for column in found["columns"])]
-    return Table(caption=f"Beside {found['source']}", columns=columns, rows=rows, note=note.strip())
+    return Table(caption=f"Compared with {found['source']}", columns=columns, rows=rows, note=note.strip())
 
 
 def _show(value: float | None) -> str:
-    """As papers print it: one decimal, two where there are two."""
+    """Format a number like the paper: one decimal, or two if it has two."""
     return MISSING if value is None else f"{value:.1f}" if round(value, 1) == value else f"{value:g}"
 
 
 def list_studies() -> list[dict[str, Any]]:
-    """The bundled studies with their arms and the paper's numbers, without loading their recipes."""
+    """List the bundled studies with their arms and the paper's numbers, without loading their recipes."""
     found = []
     for bundled in bundled_studies().values():
         data, _, _ = read_yaml(bundled.path.read_text(encoding="utf-8"), bundled.name)

@@ -1,8 +1,8 @@
-"""Run a study: every arm under every seed, one after the other.
+"""Run a study: every arm with every seed, one after the other.
 
-A finished run is skipped unless its recipe, input files or results have changed; an unfinished one resumes, a failed
-one is tried again. A failure does not stop the other runs. A study runs in one process; for several devices,
-`unspool launch` a written recipe, or start several processes with `--only`.
+A finished run is skipped unless its recipe, input files or results have changed. An unfinished run resumes, and a
+failed run is repeated. A failure does not stop the other runs. A study runs in one process. For several devices, use
+`unspool launch` with a written recipe, or start several processes with `--only`.
 """
 
 import gc
@@ -50,12 +50,12 @@ class RunState:
 
 
 def states(study: Study) -> list[RunState]:
-    """State of each run, from its folder alone."""
+    """Return the state of each run, from its folder alone."""
     return [_state(study, run) for run in study.runs]
 
 
 def run_study(study: Study, chosen: Sequence[StudyRun]) -> list[RunState]:
-    """Run the chosen runs that are not finished; returns the state of every run of the study."""
+    """Run the chosen runs that are not finished; return the state of every run of the study."""
     with wait_for_lock(study.out / RECIPES / LOCK):
         write_recipes(study)
     left = [run for run in chosen if not is_done(study, run)]
@@ -96,7 +96,7 @@ def _run_one(study: Study, run: StudyRun) -> None:
 def _free_memory() -> None:
     """Free memory before the next arm, and drop what torch.compile cached for other shapes."""
     gc.collect()
-    torch.cuda.empty_cache()  # does nothing without CUDA
+    torch.cuda.empty_cache()  # no effect without CUDA
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
 
@@ -105,7 +105,7 @@ def _eta(began: float, done: int, total: int) -> str:
     if not done:
         return ""
     minutes = (time.monotonic() - began) / done * (total - done) / 60
-    return f", about {minutes:.0f} min left for all" if minutes >= 1 else ""
+    return f", about {minutes:.0f} min left in total" if minutes >= 1 else ""
 
 
 def is_done(study: Study, run: StudyRun) -> bool:
@@ -120,7 +120,7 @@ def _record(study: Study, run: StudyRun) -> None:
 
 
 def _describe_run(study: Study, run: StudyRun) -> dict[str, Any]:
-    """Digests of a run's recipe and results. Scores that a judge adds later do not change them."""
+    """Return digests of a run's recipe and results. Scores that a judge adds later do not change them."""
     folder = study.run_dir(run)
     results = {}
     for path in sorted(found for step in STEPS for found in (folder / step).glob(f"*/{MANIFEST}")):
@@ -133,7 +133,7 @@ def _describe_run(study: Study, run: StudyRun) -> dict[str, Any]:
 
 
 def _inputs_changed(study: Study, run: StudyRun) -> bool:
-    """Whether files that a source reads are others now; those that are not here are taken as they were."""
+    """Return whether input files of a source have changed; missing files count as unchanged."""
     for path in (study.run_dir(run) / "corpus").glob(f"*/{MANIFEST}"):
         source = run.loaded.recipe.sources[path.parent.name]
         resolved = source.with_paths(run.loaded.path)
@@ -162,7 +162,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def study_plan(study: Study, chosen: Sequence[StudyRun]) -> dict[str, Any]:
-    """The plan of a study for `--dry-run`; `to_run` counts only runs that are chosen and not finished."""
+    """Return the plan of a study for `--dry-run`; `to_run` counts only chosen runs that are not finished."""
     found = {one.run.name: one for one in states(study)}
     runs = []
     for run in study.runs:

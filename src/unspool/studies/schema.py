@@ -1,6 +1,6 @@
 """The keys of a study file, and checks of their values."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from pydantic import Field
@@ -11,15 +11,34 @@ from unspool.recipe.schema import folder_problems
 from unspool.recipe.yaml_lines import Place, Problem
 
 DEFAULT_SEEDS = [0, 1]
-KEYS = ("name", "recipe", "out", "set", "arms", "grid", "seeds", "baseline", "compare", "margin", "paper")
-ARM_KEYS = ("set", "seeds", "stage", "against")
+# The keys of a study file with their descriptions.
+KEYS = {
+    "name": "Name of the study, and of its folder in runs/.",
+    "recipe": "Recipe that all arms start from: a file or a bundled recipe.",
+    "out": "Folder of the study. Default: runs/NAME.",
+    "set": "Values to change in all arms, by path, as with `--set`.",
+    "arms": "The arms by name. Required, unless there is a `grid`.",
+    "grid": "Paths with several values each; every combination becomes an arm. A mapping names the values.",
+    "seeds": "Seeds under which each arm runs. Default: [0, 1].",
+    "baseline": "Arm that the others are compared with. Default: the first arm.",
+    "compare": "Measures that rank the arms, such as niah/32K, helmet/rag/32K or perplexity/16K-32K; `*` matches any "
+    "text. Default: all measures beyond the model's own context length.",
+    "margin": "Differences that count as equal.",
+    "paper": "Numbers of a paper's table, shown next to the results.",
+}
+ARM_KEYS = {
+    "set": "Values that this arm changes, by path, after those of the study.",
+    "seeds": "Seeds of this arm. Default: the study's `seeds`.",
+    "stage": "Stage whose scores count for this arm. Default: the last stage.",
+    "against": "Arm, or list of arms, to compare this arm with instead of the baseline.",
+}
 # Keys of a recipe that the study sets for each run.
 OWN = {"name": "the study names each run", "seed": "use seeds", "out": "use the study's out"}
 MAX_RUNS = 1000
 
 
 class Margin(Config):
-    """Differences that do not matter: arms whose interval lies within them are equal."""
+    """Irrelevant differences: arms are equal if the interval of their difference is within these bounds."""
 
     score: float = Field(0.05, gt=0, le=1, description="Largest difference of scores that counts as equal.")
     loss: float = Field(0.02, gt=0, description="Largest difference of losses that counts as equal, in nats per token.")
@@ -51,10 +70,10 @@ def study_problems(data: Mapping[str, Any]) -> Iterator[Problem]:
     yield from _margin_problems(data.get("margin"))
 
 
-def _unknown_keys(data: Mapping[str, Any], allowed: tuple[str, ...], place: Place) -> Iterator[Problem]:
+def _unknown_keys(data: Mapping[str, Any], allowed: Iterable[str], place: Place) -> Iterator[Problem]:
     for key in data:
         if key not in allowed:
-            yield Problem(place=(*place, key), text=unknown_key(key, allowed))
+            yield Problem(place=(*place, key), text=unknown_key(key, list(allowed)))
 
 
 def _arm_problems(data: Mapping[str, Any]) -> Iterator[Problem]:
@@ -68,7 +87,7 @@ def _arm_problems(data: Mapping[str, Any]) -> Iterator[Problem]:
     for name, arm in arms.items():
         place = ("arms", name)
         yield from folder_problems(name, place)
-        if arm is None:  # an arm that changes nothing
+        if arm is None:  # an arm without changes
             continue
         if not isinstance(arm, dict):
             yield Problem(place=place, text=f"must be a mapping with the keys {', '.join(ARM_KEYS)}.", show_value=True)

@@ -1,4 +1,4 @@
-"""Build what the arms of a study share once: corpora, datasets, the scores of the base model.
+"""Build shared folders of a study's arms only once: corpora, datasets, scores of the base model.
 
 Shared folders are in `shared/`, named by a hash of everything that their content depends on. Each run gets hard links
 to their files (copies on disks without links), so that its folder is complete and can be moved or deleted.
@@ -33,7 +33,7 @@ def recipe_file(study: Study, run: StudyRun) -> Path:
 
 
 def write_recipes(study: Study) -> None:
-    """Write the recipe of every run, and delete those of arms that the study no longer has."""
+    """Write the recipe of every run, and delete recipes of arms that the study no longer has."""
     (study.out / RECIPES).mkdir(parents=True, exist_ok=True)
     for run in study.runs:
         path = recipe_file(study, run)
@@ -59,16 +59,16 @@ def _text(loaded: LoadedRecipe, folder: Path) -> str:
 
 
 def _from(folder: Path, value: str, root: Path) -> str:
-    """A path relative to `folder`; paths that are not beside the recipe are kept as they are."""
+    """Return a path relative to `folder`; paths that are not next to the recipe are unchanged."""
     path = expand_home(value)
     if value.startswith(ASSET_PREFIX) or path.is_absolute() or root == Path() or not path_exists(str(root / path)):
         return value
-    # Both are resolved, since `..` after a symbolic link leads elsewhere.
+    # Resolve both, since `..` after a symbolic link leads elsewhere.
     return os.path.relpath(root.resolve() / path, folder.resolve())
 
 
 def path_places(recipe: Recipe) -> Iterator[Place]:
-    """Places of a recipe that name files and folders."""
+    """Yield the places of a recipe that name files and folders."""
     yield ("model",) if isinstance(recipe.model, str) else ("model", "tokenizer")
     for name, source in recipe.sources.items():
         yield from (("sources", name, key) for key in source.paths)
@@ -81,7 +81,7 @@ def path_places(recipe: Recipe) -> Iterator[Place]:
 
 
 def located(loaded: LoadedRecipe, value: str | None) -> str | None:
-    """Absolute path of a recipe's path; a Hub id is returned as it is."""
+    """Return the absolute path of a recipe's path; a Hub id is returned unchanged."""
     if value is None:
         return None
     path = loaded.path(value)
@@ -89,7 +89,7 @@ def located(loaded: LoadedRecipe, value: str | None) -> str | None:
 
 
 def recipe_digest(loaded: LoadedRecipe, *, paths: bool = True) -> str:
-    """Hash of a recipe that does not depend on the run's folder; without `paths` not on those of its inputs either."""
+    """Hash a recipe without the run's folder; without `paths`, also without the folders of its inputs."""
     plain = loaded.recipe.model_dump(mode="json", by_alias=True)
     plain["out"] = plain["engine"] = None
     for place in path_places(loaded.recipe):
@@ -119,7 +119,7 @@ def dataset_key(loaded: LoadedRecipe, name: str) -> str:
 
 
 def base_scores_key(loaded: LoadedRecipe) -> str | None:
-    """None if there is no base model to score."""
+    """Return the key of the base model's scores; None without a base model."""
     recipe = loaded.recipe
     if isinstance(recipe.model, NewModel) or not recipe.evals:
         return None
@@ -132,7 +132,7 @@ def base_scores_key(loaded: LoadedRecipe) -> str | None:
 
 
 def shared_folders(loaded: LoadedRecipe) -> dict[str, str]:
-    """Folders of a run that others may share, such as `corpus/books`, with the hash of what they depend on."""
+    """Return the shareable folders of a run, such as `corpus/books`, each with the hash of its inputs."""
     recipe = loaded.recipe
     used = {source for config in recipe.datasets.values() for source in config.shares}
     folders = {f"corpus/{name}": corpus_key(loaded, name) for name in recipe.sources if name in used}
@@ -179,12 +179,12 @@ def link_folder(shared: Path, own: Path) -> None:
             target.hardlink_to(shared / name)
         except OSError:  # another disk, or one without hard links
             shutil.copyfile(shared / name, target)
-    # A kill between these two lines loses nothing: the next run links again.
+    # A kill between these two lines loses nothing, because the next run links again.
     remove(own)
     draft.rename(own)
 
 
 def _same_content(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether two folders have the same inputs and settings; a judge may have added files to one of them."""
+    """Return whether two folders have the same inputs and settings; a judge may have added files to one."""
     keys = ("kind", "format", "inputs", "settings")
     return all(json.dumps(one.get(key), sort_keys=True) == json.dumps(other.get(key), sort_keys=True) for key in keys)

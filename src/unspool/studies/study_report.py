@@ -1,4 +1,4 @@
-"""Write the results of a study: study.json, study.md, and one report page of all runs side by side."""
+"""Write the results of a study: study.json, study.md, and one report page that compares all runs."""
 
 import json
 import logging
@@ -30,7 +30,7 @@ MISSING = "–"
 def publish_study(study: Study, found: Sequence[RunState], *, checked: bool) -> dict[str, Any]:
     """Compare the finished runs and write the results; returns the content of study.json.
 
-    Without `checked`, a run whose folder has scores and the study's recipe is compared too.
+    Without `checked`, a run whose folder has scores and the study's recipe is also compared.
     """
     answers: dict[str, dict[int, Answers]] = {arm: {} for arm in study.arms}
     used: list[StudyRun] = []
@@ -80,7 +80,7 @@ def _page(study: Study, result: dict[str, Any], used: Sequence[StudyRun]) -> str
 
 
 def _has_recipe(study: Study, run: StudyRun) -> bool:
-    """Whether a folder was made with this run's recipe, on this machine or another."""
+    """Return whether a folder was made with this run's recipe, on this machine or another."""
     path = study.run_dir(run) / "recipe.yaml"
     if not path.is_file():
         return False
@@ -133,7 +133,7 @@ def show_gap(one: dict[str, Any], kind: str) -> str:
 
 
 def show_p(one: dict[str, Any]) -> str:
-    """Format the corrected p-value that the verdict rests on."""
+    """Format the corrected p-value behind the verdict."""
     over_seeds = one["seeds"]["p_holm"] if one["of"] == "seeds" else None
     p = one["prompts"]["p_holm"] if over_seeds is None else over_seeds
     if p is None:
@@ -148,7 +148,7 @@ def kind_of(result: dict[str, Any], name: str) -> str:
 def markdown(result: dict[str, Any]) -> str:
     lines = [f"# {result['name']}", "", *_intro(result), "", "## Ranking", "", *_ranking(result), ""]
     if "paper" in result:
-        lines += ["## Beside the paper", "", markdown_table(beside_table(result["paper"])), ""]
+        lines += ["## Compared with the paper", "", markdown_table(beside_table(result["paper"])), ""]
     for table in result["measures"]:
         if table["measure"] not in ("score", "loss"):
             lines += [f"## {table['measure']}", "", *_measure(table), ""]
@@ -159,14 +159,14 @@ def _intro(result: dict[str, Any]) -> Iterator[str]:
     margin = result["margin"]
     yield (
         f"Baseline: {result['baseline']}. Differences are paired: the same prompts, the same seeds. p-values are "
-        f"two-sided and corrected by Holm's method over the comparisons of a measure; {ALPHA} is the limit. "
+        f"two-sided and corrected by Holm's method over the comparisons of a measure; the limit is {ALPHA}. "
         "± is the standard deviation over seeds. Intervals are 95%: over seeds if the verdict names seeds, else over "
-        "prompts, that is, for these trained models only. Arms are equal where the interval lies within "
+        "prompts, that is, for these trained models only. Arms are equal if the interval is within "
         f"{100 * margin['score']:g} points, or {margin['loss']:g} nats of loss."
     )
     num = sum(one["prompts"]["p"] is not None for table in result["measures"] for one in table["comparisons"])
     yield ""
-    yield f"{num} comparisons were made; measures are not corrected for one another."
+    yield f"{num} comparisons were made; there is no correction across measures."
 
 
 def _ranking(result: dict[str, Any]) -> Iterator[str]:
@@ -180,11 +180,11 @@ def _ranking(result: dict[str, Any]) -> Iterator[str]:
 
 
 def seeds_sentence(result: dict[str, Any]) -> str:
-    """Name the seeds that the ranks rest on; other seeds are other prompts."""
+    """Name the seeds behind the ranks; other seeds use other prompts."""
     seeds = result["ranked_seeds"]
     if not seeds:
         return "No seed is common to all arms, so ranks compare means over different prompts."
-    return f"Arms are ranked on seed{'s' if len(seeds) > 1 else ''} {', '.join(seeds)}, which all of them have."
+    return f"Arms are ranked on seed{'s' if len(seeds) > 1 else ''} {', '.join(seeds)}, which all arms have."
 
 
 def ranking_rows(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:

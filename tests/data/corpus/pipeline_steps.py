@@ -1,4 +1,4 @@
-"""A step that worker processes can import, and does to each task what a test asks for."""
+"""A step that worker processes can import and that does to each task what the test requires."""
 
 import os
 import signal

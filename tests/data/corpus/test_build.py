@@ -47,7 +47,7 @@ def build(root: Path, name: str = "books", *, engine=ONE, tokenizer=None, **sour
 
 @pytest.fixture
 def small_groups(monkeypatch):
-    monkeypatch.setattr(base, "TASK_BYTES", 1)  # every file is a shard of its own
+    monkeypatch.setattr(base, "TASK_BYTES", 1)  # every file is a separate shard
 
 
 def contents(folder: Path) -> list[tuple[str, list[int]]]:
@@ -192,7 +192,7 @@ build(Path(sys.argv[1]), "killed")
 """
 
 
-def test_a_killed_build_goes_on_and_ends_with_the_same_bytes(tmp_path, small_groups):
+def test_a_killed_build_resumes_and_ends_with_the_same_bytes(tmp_path, small_groups):
     write_texts(tmp_path, num_files=6, per_file=40)
     build(tmp_path, "whole")
     child = subprocess.Popen(script(STOPS_IN_SHARD_3, tmp_path))
@@ -210,11 +210,11 @@ def test_a_killed_build_goes_on_and_ends_with_the_same_bytes(tmp_path, small_gro
     assert len(list((tmp_path / "out/killed").iterdir())) == 7
 
 
-def test_documents_without_text_are_left_out(tmp_path):
+def test_documents_without_text_are_skipped(tmp_path):
     (tmp_path / "part-0.jsonl").write_text('{"text": ""}\n{"text": "the mill"}\n')
     assert build(tmp_path)["documents"] == 1
     (tmp_path / "part-0.jsonl").write_text('{"text": ""}\n')
-    with pytest.raises(DataError, match="corpus books: no document holds any text"):
+    with pytest.raises(DataError, match="corpus books: no document contains text"):
         build(tmp_path)
 
 
@@ -247,7 +247,7 @@ def test_bad_records_are_set_aside_and_all_records_are_accounted_for(tmp_path, s
     assert not {f"part-1.jsonl:{number}" for number in (21, 22, 23, 44)} & set(ids)
 
 
-def test_too_many_bad_records_stop_the_run_and_raising_max_bad_goes_on_from_there(tmp_path, small_groups, monkeypatch):
+def test_too_many_bad_records_stop_the_run_and_raising_max_bad_resumes_it(tmp_path, small_groups, monkeypatch):
     write_bad(tmp_path)
     with pytest.raises(DataError) as caught:
         build(tmp_path)
@@ -256,7 +256,7 @@ def test_too_many_bad_records_stop_the_run_and_raising_max_bad_goes_on_from_ther
     assert (
         "1 not_text, 1 missing_field, 1 broken_json; the first is part-1.jsonl, line 21: field 'text' must be" in text
     )
-    assert "set sources.books.max_bad higher" in text
+    assert "raise sources.books.max_bad" in text
     assert not (tmp_path / "out/books").exists()
     listed = Path(text.split("listed in ")[1].split(". Repair")[0])
     assert len(listed.read_text().splitlines()) == 3
@@ -292,7 +292,7 @@ def test_a_corpus_does_not_depend_on_the_folder_it_was_read_from(tmp_path, capfd
     assert capfd.readouterr().err == "corpus books: up to date\n"
 
 
-def test_generated_documents_come_from_the_prose_and_the_seed(tmp_path, tokenizer, monkeypatch):
+def test_generated_documents_depend_on_the_prose_and_the_seed(tmp_path, tokenizer, monkeypatch):
     (tmp_path / "prose.txt").write_text("Some prose. And more of it.")
 
     def generate(source, tokenizer, prose, seed):

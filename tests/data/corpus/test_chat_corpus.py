@@ -100,7 +100,7 @@ def test_a_corpus_holds_what_the_encoder_gives_and_counts_what_is_trained(talks)
     assert counts["trained_tokens"] == trained < counts["tokens"]
 
 
-def test_documents_without_masks_are_stored_as_ever(tmp_path, talks):
+def test_documents_without_masks_have_no_mask_column(tmp_path, talks):
     with CorpusWriter(tmp_path / "docs-00000.arrow") as writer:
         writer.append("a", np.arange(5, dtype=np.uint32))
     reader = CorpusReader([tmp_path / "docs-00000.arrow"])
@@ -109,7 +109,7 @@ def test_documents_without_masks_are_stored_as_ever(tmp_path, talks):
     assert "trained_tokens" not in read_manifest(talks / "books")["counts"]
 
 
-def test_a_limit_keeps_the_masks_of_what_it_keeps(tmp_path):
+def test_a_limit_keeps_the_masks_of_kept_documents(tmp_path):
     save_talks(tmp_path / "talks.jsonl")
     corpus(tmp_path, limit=500)
     reader = open_corpus(tmp_path / "talks")
@@ -181,7 +181,7 @@ def asked_texts(row: Any) -> list[str]:
 
 
 def check_rows(found: list[Any], counts: dict[str, Any]) -> None:
-    """Nothing that is asked for is a user's, and much of what an assistant says is asked for."""
+    """No prediction target is a user's text, and most of the assistant's text is a target."""
     asked = "".join(asked_texts(row) for row in found)
     assert asked == asked.lower(), "a user's words are asked for"
     for never in ("<|im_start|>", "user", "system", "you answer briefly"):
@@ -195,7 +195,7 @@ def check_rows(found: list[Any], counts: dict[str, Any]) -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_masks_stay_with_their_tokens_however_rows_are_filled(talks, tmp_path, way):
     counts, found = rows(talks, tmp_path, **WAYS[way])
-    if way == "utk":  # marks and labels of pieces are asked for as ever
+    if way == "utk":  # marks and labels of pieces are targets as without a mask
         marks = list(counts["added_tokens"].values())
         assert any(np.isin(row.tokens, marks).any() for row in found), "nothing was tangled"
         text = [row.tokens[row.loss_mask & ~np.isin(row.tokens, marks)] for row in found]
@@ -221,7 +221,7 @@ def test_a_mix_with_plain_text_trains_on_all_of_that(talks, tmp_path):
     assert whole
 
 
-def test_rows_in_which_nothing_is_asked_for_are_dropped_and_counted(tmp_path):
+def test_rows_without_prediction_targets_are_dropped_and_counted(tmp_path):
     long = [Message("user", prose(600, seed=1).upper()), Message("assistant", "yes")]
     save_talks(tmp_path / "talks.jsonl", [*TALKS[:20], long])
     corpus(tmp_path)
@@ -235,7 +235,7 @@ def test_rows_in_which_nothing_is_asked_for_are_dropped_and_counted(tmp_path):
 def test_too_short_rows_say_so(tmp_path):
     save_talks(tmp_path / "talks.jsonl", [[Message("user", prose(90, seed=1)), Message("assistant", "yes")]])
     corpus(tmp_path)
-    with pytest.raises(DataError, match="no row of 64 holds a token that is trained on"):
+    with pytest.raises(DataError, match="no row of 64 holds a trained token"):
         rows(tmp_path, tmp_path, packing="truncate", seq_len=64)
 
 

@@ -38,7 +38,7 @@ def contents(folder: Path) -> dict[str, str]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["docs-00003.arrow", "tasks/sizes-00003.npy", "tasks/ledger-00003.json"])
-def test_damage_to_a_finished_task_of_an_unfinished_corpus_is_noticed(name, kind, places, root, capsys):  # noqa: F811
+def test_damage_to_a_finished_task_of_an_unfinished_corpus_is_detected(name, kind, places, root, capsys):  # noqa: F811
     killed, whole = places
     shutil.copytree(killed / "out", root / "out")
     partial = root / "out" / "books.partial"
@@ -65,7 +65,7 @@ def test_a_task_without_its_checksums_is_repeated(kind, places, root, capsys):  
     assert "unfinished work of task 3 is damaged" in capsys.readouterr().err
 
 
-def test_what_is_intact_is_not_made_again(places, root, capsys, monkeypatch):  # noqa: F811
+def test_intact_tasks_are_not_repeated(places, root, capsys, monkeypatch):  # noqa: F811
     killed, whole = places
     shutil.copytree(killed / "out", root / "out")
     monkeypatch.setattr(build_module.ReadDocuments, "run", lambda *args, **rest: pytest.fail("a task was repeated"))

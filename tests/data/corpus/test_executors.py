@@ -32,7 +32,7 @@ def whole(num_tasks: int) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("workers", [1, 2, 9])
-def test_every_task_runs_once_whatever_the_number_of_workers_and_prints_nothing(tmp_path, capfd, workers):
+def test_every_task_runs_once_for_any_number_of_workers_and_prints_nothing(tmp_path, capfd, workers):
     run(tmp_path, workers=workers)
 
     assert outputs(tmp_path) == whole(5)
@@ -41,7 +41,7 @@ def test_every_task_runs_once_whatever_the_number_of_workers_and_prints_nothing(
     assert capfd.readouterr() == ("", "")
 
 
-def test_only_the_ranks_asked_for_run_and_completed_ones_do_not_run_again(tmp_path):
+def test_only_requested_ranks_run_and_completed_ones_do_not_run_again(tmp_path):
     for ranks, expected in ((range(1, 3), ["1", "2"]), (range(4), ["0", "3"]), (range(4), [])):
         run(tmp_path, ranks=ranks)
         assert [rank for rank, *_ in ran(tmp_path)] == expected
@@ -72,7 +72,7 @@ def test_statistics_are_those_of_one_task_although_processes_are_used_again(tmp_
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_failed_task_speaks_for_itself_and_a_repeat_does_what_is_missing(tmp_path, capfd, workers):
+def test_a_failed_task_reports_its_own_message_and_a_repeat_runs_missing_tasks(tmp_path, capfd, workers):
     with pytest.raises(DataError, match=r"^file-3.jsonl, line 7: broken\.$"):
         run(tmp_path, {3: "fail"}, workers=workers)
     assert (tmp_path / "tasks/error-00003.txt").read_text() == "file-3.jsonl, line 7: broken."
@@ -98,7 +98,7 @@ def test_a_bug_in_a_task_is_named_and_its_traceback_kept(tmp_path, workers):
 
 
 def test_a_worker_that_is_killed_is_an_error_and_not_a_wait_without_end(tmp_path):
-    with pytest.raises(DataError, match=r"worker process of task 2 was killed by SIGKILL; .* fewer engine.workers"):
+    with pytest.raises(DataError, match=r"worker process of task 2 was killed by SIGKILL; .* lower engine.workers"):
         run(tmp_path, {2: "die"}, workers=2)
     run(tmp_path, workers=2)
     assert outputs(tmp_path) == whole(5)
@@ -117,7 +117,7 @@ run(Path(sys.argv[1]), {2: "sleep", 3: "sleep"}, workers=2)
 
 @contextmanager
 def sleeping_run(folder: Path):
-    """A run of its own, as from a terminal, whose two workers have both begun to sleep; gives it and their pids."""
+    """Start a separate run, as from a terminal, whose two workers sleep; return it and their pids."""
     command = [sys.executable, "-c", SLEEPS, str(folder), str(TESTS)]
     child = subprocess.Popen(command, start_new_session=True, stderr=subprocess.PIPE, text=True)
     try:
@@ -132,7 +132,7 @@ def sleeping_run(folder: Path):
 def test_ctrl_c_ends_the_worker_processes_and_only_one_process_complains(tmp_path):
     with sleeping_run(tmp_path) as (child, pids):
         assert all(map(is_alive, pids)), "the workers are gone already, so the next lines would check nothing"
-        # A terminal tells all of them, but a worker that hears it would complain, too.
+        # A terminal sends the signal to all of them, but a worker that receives it would also print an error.
         for pid in pids:
             os.kill(pid, signal.SIGINT)
         time.sleep(0.2)
@@ -165,7 +165,7 @@ def holding(path: Path, mode: int):
         yield file
 
 
-def test_a_run_waits_for_tasks_that_a_killed_one_left_at_work(tmp_path):
+def test_a_run_waits_for_running_tasks_of_a_killed_run(tmp_path):
     with holding(tmp_path / "tasks/tasks.lock", fcntl.LOCK_SH) as orphan:
         seen = []
 
@@ -205,7 +205,7 @@ def test_two_runs_in_one_folder_are_refused(tmp_path):
     assert outputs(tmp_path) == {}
 
 
-def test_where_files_cannot_be_locked_the_tasks_run_all_the_same(tmp_path, monkeypatch):
+def test_tasks_run_on_file_systems_without_locks(tmp_path, monkeypatch):
     def refuse(*_):
         raise OSError("Function not implemented")
 
@@ -214,7 +214,7 @@ def test_where_files_cannot_be_locked_the_tasks_run_all_the_same(tmp_path, monke
     assert outputs(tmp_path) == whole(5)
 
 
-def test_the_bar_counts_what_is_complete_and_is_not_shown_without_a_terminal(tmp_path, monkeypatch):
+def test_the_bar_counts_completed_tasks_and_is_hidden_without_a_terminal(tmp_path, monkeypatch):
     bars = []
 
     @contextmanager
@@ -235,7 +235,7 @@ def test_the_bar_counts_what_is_complete_and_is_not_shown_without_a_terminal(tmp
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"partition": "cpu"}, "partition is an option of kind: slurm; leave it out or use kind: slurm"),
+        ({"partition": "cpu"}, "partition is an option of kind: slurm; remove it, or use kind: slurm"),
         ({"kind": "ray", "memory_gb": 8}, "memory_gb is an option of kind: slurm"),
         ({"kind": "slurm", "address": "auto"}, "address is an option of kind: ray"),
         ({"sbatch": {"account": "x"}}, "sbatch is an option of kind: slurm"),
@@ -266,7 +266,7 @@ def test_engines_that_cannot_run_here_are_refused_before_any_work(tmp_path, monk
     slurm = EngineConfig(kind="slurm", partition="cpu")
     check_engine(EngineConfig())
     for engine, said in (
-        (EngineConfig(kind="ray"), r"Ray is not installed; `pip install 'unspool\[cluster\]'`"),
+        (EngineConfig(kind="ray"), r"Ray is not installed; run `pip install 'unspool\[cluster\]'`"),
         (EngineConfig(kind="slurm"), "engine.partition is missing"),
         (slurm, "this machine has no command sbatch"),
     ):

@@ -70,7 +70,7 @@ def build(root: Path, out: Path) -> None:
 
 
 def start(root: Path, out: Path) -> int:
-    """A run in a process group of its own."""
+    """A run in a separate process group."""
     child = os.fork()
     if child == 0:
         code = 1
@@ -83,7 +83,7 @@ def start(root: Path, out: Path) -> int:
         finally:
             os._exit(code)
     with suppress(OSError):
-        os.setpgid(child, child)  # whichever of the two comes first
+        os.setpgid(child, child)  # whichever happens first
     return child
 
 
@@ -114,7 +114,7 @@ def kill_repeatedly(root: Path, kills: int) -> None:
         if status == -signal.SIGKILL:
             killed.append({"after": round(moment, 2), "left": state(out)})
             if len(killed) > 3 and all(kill["left"] == killed[0]["left"] for kill in killed):
-                seconds *= 2  # the machine has become slower, and kills come too early to meet anything
+                seconds *= 2  # the machine has become slower, and kills are too early to hit any work
             continue
         assert status == 0, f"a run that was repeated ended with {status}"
         finished += 1
@@ -151,7 +151,7 @@ def check_kills(root: Path, kills: int) -> None:
     assert {Path(name).parts[0] for name in whole} == {*SOURCES, *ROWS}
     assert sum(name.endswith(".arrow") for name in whole) > 10
     for number in range(outcome["finished"]):
-        # Every file: also the manifests and what was set aside.
+        # Every file, including the manifests and quarantined records.
         assert contents(root / f"killed-{number}") == whole
 
 

@@ -17,7 +17,7 @@ def entered(*items) -> Ledger:
 BAD = Bad("a.jsonl", "line 2", "broken_json", "not valid JSON")
 
 
-def test_every_record_is_counted_once_and_what_is_missing_hit_the_limit():
+def test_every_record_is_counted_once_and_missing_ones_are_beyond_the_limit():
     ledger = entered(Document("a:1", "x"), BAD, Filtered("a:3", "empty"), Document("a:4", "y"), Document("a:5", "z"))
     assert ledger.counts(documents=2) == {
         "records": 5,

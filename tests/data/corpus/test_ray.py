@@ -31,7 +31,7 @@ def run(folder: Path, does=None, *, kind="ray", ranks=range(5), num_tasks=5) -> 
 
 
 def remember_folders(root: Path) -> None:
-    """From here on, list Ray's folders: beside them may lie those of other runs, which all have the same parent."""
+    """List Ray's folders from now on; folders of other runs have the same parent."""
 
     class Remembered(cluster.TemporaryDirectory):
         def __init__(self, **options) -> None:
@@ -116,7 +116,7 @@ def test_ray_makes_the_same_files_carries_errors_over_and_leaves_nothing_behind(
 def test_an_address_where_no_cluster_answers_is_refused(tmp_path, monkeypatch, address):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     engine = EngineConfig(kind="ray", address=address)
-    with pytest.raises(ConfigError, match=f"engine.address={address}: no Ray cluster answers there"):
+    with pytest.raises(ConfigError, match=f"engine.address={address}: no Ray cluster answers at this address"):
         run_tasks([Write(tmp_path)], tmp_path / "tasks", ranks=range(1), num_tasks=1, engine=engine, label="test")
 
 

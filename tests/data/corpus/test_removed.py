@@ -73,7 +73,7 @@ def test_a_kill_inside_of_a_removal_does_not_let_the_old_recipe_take_the_rest_fo
     killed_after_the_last_task(root)
 
     def another_recipe() -> None:
-        # What is left of other work is removed now, and its files go one by one.
+        # Leftovers of other work are removed now, file by file.
         monkeypatch.setattr(os, "unlink", dying_at(os.unlink, number))
         build(root, text="other")
 

@@ -114,7 +114,7 @@ def test_a_failed_task_ends_the_job_and_speaks_for_itself(tmp_path, slurm):
     with pytest.raises(DataError, match=r"^file-0.jsonl, line 7: broken\.$"):
         run(tmp_path / "out", {0: "fail"}, ranks=range(1), num_tasks=1)
     assert (slurm / "cancelled").read_text() == "17\n"
-    # The sentence is there before the job's own process has ended and said it, too.
+    # The sentence appears before the job's own process ends and also prints it.
     wait_until(lambda: "line 7: broken" in (tmp_path / "out/tasks/slurm_logs/17_0.out").read_text())
 
 
@@ -126,7 +126,7 @@ def test_a_job_that_vanishes_is_an_error_that_names_its_logs(tmp_path, slurm, mo
     assert set((slurm / "asked").read_text().splitlines()) == {"-h -j 17"}
 
 
-def test_a_scheduler_that_does_not_answer_is_asked_again(tmp_path, slurm):
+def test_a_silent_scheduler_is_polled_again(tmp_path, slurm):
     (slurm / "queue/17").touch()
     (slurm / "silent").touch()
     assert cluster._is_queued("17"), "no answer is not the same as no job"
@@ -135,15 +135,15 @@ def test_a_scheduler_that_does_not_answer_is_asked_again(tmp_path, slurm):
     assert not cluster._is_queued("17")
 
 
-def test_a_refused_job_is_an_error_beside_the_words_of_sbatch(tmp_path, slurm, monkeypatch, capfd):
+def test_a_rejected_job_is_an_error_after_the_message_of_sbatch(tmp_path, slurm, monkeypatch, capfd):
     monkeypatch.setenv("MODE", "refuse")
-    with pytest.raises(ConfigError, match=r"sbatch refused the job .*; check engine.partition"):
+    with pytest.raises(ConfigError, match=r"sbatch rejected the job .*; check engine.partition"):
         run(tmp_path / "out")
     assert capfd.readouterr().err == "sbatch: error: invalid partition\n"
 
 
 def test_a_folder_with_a_space_is_refused(tmp_path, slurm):
-    with pytest.raises(ConfigError, match="Slurm jobs need a folder whose path has no spaces"):
+    with pytest.raises(ConfigError, match="Slurm jobs need a path without spaces"):
         run(tmp_path / "my out")
 
 

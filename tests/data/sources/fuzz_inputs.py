@@ -1,4 +1,4 @@
-"""Small valid inputs for every reader, as files by name; what is done to them stands in fuzzing.py."""
+"""Small valid inputs for every reader, as files by name; fuzzing.py damages them."""
 
 import gzip
 import io

@@ -197,7 +197,7 @@ _ODD_NAMES = (
 
 
 def _damage_json(rng: Rng, data: bytes) -> bytes:
-    """The same document with some of its values replaced, removed or renamed; data that is no JSON stays."""
+    """Replace, remove or rename some values of a JSON document; other data is unchanged."""
     try:
         content = json.loads(data)
     except (ValueError, RecursionError):
@@ -213,7 +213,7 @@ def _damage_json(rng: Rng, data: bytes) -> bytes:
 
 
 def _places(at: Any, key: Any) -> list[tuple[Any, Any]]:
-    """Every place of a JSON document where a value stands, the whole included."""
+    """Every place of a value in a JSON document, including the whole."""
     value = at[key]
     inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     return [(at, key), *(place for inner, _ in inside for place in _places(value, inner))]
@@ -228,7 +228,7 @@ def _damage_lines(rng: Rng, data: bytes) -> bytes:
 
 
 def with_checksums(tar: bytes) -> bytes:
-    """The tar file with the checksums its headers should have, wherever a header can be told by its mark."""
+    """Correct the checksums of all recognizable headers of a tar file."""
     fixed = bytearray(tar)
     for start in range(0, len(tar) - 511, 512):
         if fixed[start + 257 : start + 262] == b"ustar":
@@ -238,7 +238,7 @@ def with_checksums(tar: bytes) -> bytes:
 
 
 def _odd_tar(rng: Rng) -> bytes:
-    """Links, devices, names that lead elsewhere, and headers that say whatever they like."""
+    """Links, devices, names that lead elsewhere, and headers with false values."""
     extra = []
     for _ in range(1 + _below(rng, 3)):
         info = tarfile.TarInfo(_choose(rng, _ODD_NAMES))
@@ -281,7 +281,7 @@ def _damage_zip(rng: Rng, data: bytes, other: bytes) -> bytes:
 
 
 def damage_file(rng: Rng, name: str, data: bytes, other: bytes) -> bytes:
-    """The file with damage on the inside, where its ending says it has one, or on the outside."""
+    """Damage a file inside its compression, if its suffix has one, or outside."""
     inside = _below(rng, 3) > 0
     if name.endswith((".gz", ".zst", ".zstd")) and inside:
         unpack, pack = (

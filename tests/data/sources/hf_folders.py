@@ -1,4 +1,4 @@
-"""Datasets as `save_to_disk` and the Hub lay them out, and what is read of them."""
+"""Datasets in the layouts of `save_to_disk` and the Hub, and the expected records."""
 
 import gzip
 import json
@@ -20,7 +20,7 @@ def source(path: str = ".", **settings: Any) -> HfSource:
 
 
 def write(path: Path, *texts: str) -> None:
-    """A data file of the format its name says."""
+    """Write a data file in the format of its name."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".parquet":
         pq.write_table(pa.table({"text": texts}), path)

@@ -177,23 +177,23 @@ def test_a_zip_cut_anywhere_is_truncated(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["x.tar", "x.tar.gz", "x.tar.bz2", "x.tar.xz", "x.zip"])
-def test_what_is_no_archive_is_unreadable(tmp_path, name):
+def test_a_file_that_is_not_an_archive_is_unreadable(tmp_path, name):
     (tmp_path / name).write_bytes(b"this is no archive " * 100)
     assert failure(tmp_path / name) == "unreadable"
 
 
 @pytest.mark.parametrize("name", ["x.tar.gz", "x.zip"])
-def test_a_file_that_has_gone_says_nothing_about_its_content(tmp_path, name):
+def test_a_vanished_file_is_not_reported_as_damaged(tmp_path, name):
     with pytest.raises(FileNotFoundError):
         list(archives.members(tmp_path / name))
 
 
 @pytest.mark.parametrize("name", ["x.tar.gz", "x.tar.bz2", "x.tar.xz"])
-def test_what_is_compressed_and_no_tar_is_unreadable(tmp_path, name):
+def test_a_compressed_file_that_is_not_a_tar_is_unreadable(tmp_path, name):
     assert failure(write_tar(tmp_path / name, b"this is no archive " * 100)) == "unreadable"
 
 
-def test_a_damaged_header_is_not_taken_for_the_end(tmp_path):
+def test_a_damaged_header_is_not_treated_as_the_end(tmp_path):
     data = bytearray(tar_bytes())
     data[data.index(b"top/empty.py") + 5] ^= 1
     assert failure(write_tar(tmp_path / "x.tar.gz", bytes(data))) == "unreadable"
@@ -279,7 +279,7 @@ def test_a_tar_member_of_negative_size_is_unreadable(tmp_path):
     assert failure(write_tar(tmp_path / "x.tar", bytes(header) + tar_bytes())) == "unreadable"
 
 
-def test_a_zip_bomb_is_refused_by_what_it_claims(tmp_path, monkeypatch):
+def test_a_zip_bomb_is_refused_by_its_declared_size(tmp_path, monkeypatch):
     monkeypatch.setattr(archives, "SMALL_BYTES", 1 << 20)
     path = write_zip(tmp_path / "x.zip", {"zeros": bytes(20 << 20)})
     monkeypatch.setattr(archives, "_read_zipped", None)  # nothing may be read
@@ -287,7 +287,7 @@ def test_a_zip_bomb_is_refused_by_what_it_claims(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("claim", "reason"), [(10, "unreadable"), (1500, "unreadable"), (3 << 30, "archive_bomb")])
-def test_a_zip_member_that_lies_about_its_size_is_not_expanded(tmp_path, claim, reason):
+def test_a_zip_member_with_a_false_size_is_not_expanded(tmp_path, claim, reason):
     path = write_zip(tmp_path / "x.zip", {"a.py": b"x" * 1000})
     data = bytearray(path.read_bytes())
     for offset in (22, data.index(b"PK\1\2") + 24):
@@ -300,7 +300,7 @@ def test_zip_members_that_share_their_bytes_are_refused(tmp_path):
     path = write_zip(tmp_path / "x.zip", {"a.py": b"x" * 5000, "b.py": b"y" * 5000})
     data = bytearray(path.read_bytes())
     second = data.rindex(b"PK\1\2")
-    data[second + 42 : second + 46] = struct.pack("<I", 0)  # where b.py is said to begin: where a.py does
+    data[second + 42 : second + 46] = struct.pack("<I", 0)  # the declared start of b.py: that of a.py
     path.write_bytes(data)
     assert failure(path) == "archive_bomb"
 

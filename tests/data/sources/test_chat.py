@@ -1,4 +1,4 @@
-"""Conversations are recognised by their shape, one by one; what cannot be taken whole is set aside with its reason."""
+"""Each conversation's format is detected; unusable ones are quarantined with a reason."""
 
 import gzip
 import json
@@ -87,7 +87,7 @@ def test_all_shapes_are_read_from_one_file(tmp_path):
 
 
 @pytest.mark.parametrize("kind", BAD)
-def test_what_cannot_be_taken_whole_is_set_aside_with_its_reason(kind, tmp_path):
+def test_an_unusable_conversation_is_quarantined_with_its_reason(kind, tmp_path):
     record, reason = BAD[kind]
     bad, good = read(save(tmp_path / "a.jsonl", [record, {"messages": MESSAGES}]))
     assert isinstance(bad, Bad) and (bad.reason, bad.record) == (reason, "line 1")
@@ -143,5 +143,5 @@ def test_a_string_that_is_not_utf8_costs_one_record(tmp_path):
 
 def test_a_folder_without_conversations_is_refused(tmp_path):
     (tmp_path / "data").mkdir()
-    with pytest.raises(ConfigError, match=r"holds no .* or .parquet files; a source of kind chat"):
+    with pytest.raises(ConfigError, match=r"holds no .* or .parquet files; give a source of kind chat"):
         read(tmp_path / "data")

@@ -47,7 +47,7 @@ def test_sizes_decide_before_anything_is_read():
 
 
 @pytest.mark.parametrize(("name", "reason"), [(".git", "vendored"), ("x.dist-info", "generated"), ("src", None)])
-def test_folders_are_left_out_by_name(name, reason):
+def test_folders_are_skipped_by_name(name, reason):
     assert unwanted_folder(name) == reason
 
 

@@ -208,19 +208,21 @@ def test_no_damage_makes_a_reader_fail_hang_or_grow_in_the_long_run(target, tmp_
 
 @pytest.fixture
 def quick_builds(monkeypatch):
-    """Without what takes most of the time of a small corpus and has tests of its own."""
+    """Without the slowest parts of a small corpus, which have their own tests."""
     monkeypatch.setattr(build, "choose_route", lambda encoder, sample: encoder)
     monkeypatch.setattr(build, "forget_engines", lambda *_: None)  # looks through all that Python holds
-    monkeypatch.setattr(sysconfig, "get_path", functools.cache(sysconfig.get_path))  # asked for whenever a log begins
+    monkeypatch.setattr(
+        sysconfig, "get_path", functools.cache(sysconfig.get_path)
+    )  # requested at the start of every log
     monkeypatch.setattr(base, "TASK_BYTES", 2000)
 
 
 def numbered(given: Input, number: int) -> Input:
-    """The same input under names that others of its kind may stand beside."""
+    """The same input under names that allow others of its kind next to it."""
     kind = given.source.kind
 
     def name(old: str) -> str:
-        if kind == "hf":  # whose names say what they are
+        if kind == "hf":  # whose names are their content
             return re.sub(r"00000-of-00001|(?<=train)(?=[.])|(?<=part)", f"-{number:05d}-of-00004", old, count=1)
         return f"{number}/{old}" if kind == "mds" else f"{number}-{old}"
 
@@ -240,7 +242,7 @@ def only_data(given: Input) -> Input:
 
 
 def mixed(rng: np.random.Generator, valid: list[Input], whole: Input) -> tuple[Input, list[Input]]:
-    """An input that stays whole, and several damaged ones to go beside it."""
+    """An undamaged input, and several damaged ones for the same folder."""
     damaged = [numbered(damage(rng, valid), number) for number in (0, 2, 3)]
     return numbered(whole, 1), damaged
 
@@ -269,7 +271,7 @@ def test_the_sums_of_a_corpus_hold_and_whole_files_are_untouched_by_damaged_ones
 ):
     encoder = build_encoder(tokenizer)
     valid = TARGETS[target]()
-    # Chapters of one subject are joined from all files, so what is to stay whole needs subjects of its own.
+    # Chapters of one subject are joined from all files, so undamaged input needs separate subjects.
     wholes = textbooks_inputs("Untouched ") if target == "textbooks" else valid
     totals: Counter[str] = Counter()
     for number in range(FOLDERS_PER_TARGET):

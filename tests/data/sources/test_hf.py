@@ -25,7 +25,7 @@ def test_a_saved_dataset_is_read_in_order(tmp_path):
     assert isinstance(items[0], Document) and items[0].id == "data-00000-of-00003.arrow:1"
 
 
-def test_a_saved_dictionary_of_splits_gives_the_split_that_was_asked_for(tmp_path):
+def test_a_saved_dictionary_of_splits_gives_the_requested_split(tmp_path):
     for split in ("train", "test"):
         save_to_disk(tmp_path / split, [f"of {split}"], split=split)
     (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
@@ -36,7 +36,7 @@ def test_a_saved_dictionary_of_splits_gives_the_split_that_was_asked_for(tmp_pat
         source(split="dev").units(tmp_path)
 
 
-def test_a_saved_split_is_not_taken_for_another(tmp_path):
+def test_a_saved_split_is_not_confused_with_another(tmp_path):
     save_to_disk(tmp_path / "test", ["one"], split="test")
     save_to_disk(tmp_path / "part", ["two"], split="train[:1%]")
 
@@ -49,7 +49,7 @@ def test_a_saved_split_is_not_taken_for_another(tmp_path):
     "state",
     ["{", "[]", "{}", '{"_data_files": [{"filename": "../x.arrow"}]}', '{"_data_files": [{"filename": "gone.arrow"}]}'],
 )
-def test_a_saved_dataset_that_is_not_whole_is_refused(tmp_path, state):
+def test_an_incomplete_saved_dataset_is_refused(tmp_path, state):
     write(tmp_path / "x.arrow", "outside")
     save_to_disk(tmp_path / "saved", ["one"])
     (tmp_path / "saved" / "state.json").write_text(state)
@@ -101,7 +101,7 @@ def test_a_missing_or_wrong_column_is_one_bad_record(tmp_path):
     assert bad(read(tmp_path, source("a.arrow", text="n"))) == [("whole file", "not_text")]
 
 
-def test_an_arrow_stream_cut_short_is_told_from_one_that_ends(tmp_path):
+def test_a_truncated_arrow_stream_is_distinguished_from_a_complete_one(tmp_path):
     path = tmp_path / "a.arrow"
     batch = pa.record_batch({"text": ["one", "two"]})
     write_stream(path, [batch, batch])
@@ -122,7 +122,7 @@ def test_an_arrow_stream_cut_short_is_told_from_one_that_ends(tmp_path):
         list(source().read_units([tmp_path / "gone.arrow"], 0))
 
 
-def test_records_behind_an_early_end_of_an_arrow_stream_are_not_lost_in_silence(tmp_path):
+def test_records_after_an_early_end_of_an_arrow_stream_are_reported(tmp_path):
     path = tmp_path / "a.arrow"
     write(path, "one", "two")
     path.write_bytes(path.read_bytes() * 2)
@@ -256,7 +256,7 @@ def test_without_a_card_a_configuration_is_a_folder(tmp_path):
     for file in ("en/train.jsonl", "de/train.jsonl"):
         write(tmp_path / file, file)
     assert names(tmp_path, source(config="de")) == ["de/train.jsonl"]
-    with pytest.raises(ConfigError, match="no configuration 'fr'"):
+    with pytest.raises(ConfigError, match="configuration 'fr' does not exist"):
         source(config="fr").units(tmp_path)
 
 
@@ -279,14 +279,14 @@ def test_a_folder_without_data_and_a_path_that_is_neither_are_refused(tmp_path):
     (tmp_path / "table.csv").touch()
     with pytest.raises(ConfigError, match="holds no Parquet, JSONL or Arrow files"):
         source().units(tmp_path)
-    with pytest.raises(ConfigError, match="no Hub id such as org/name"):
+    with pytest.raises(ConfigError, match="nor a Hub id; give one such as org/name"):
         source("a/b/c").units(tmp_path)
 
 
 @pytest.mark.parametrize("listed", [3, "data", [{"filename": "x" * 5000}], [{"filename": "\0"}], [{"filename": ["a"]}]])
-def test_a_state_file_that_names_what_cannot_be_a_file_is_refused_with_a_sentence(tmp_path, listed):
+def test_a_state_file_with_an_impossible_file_name_is_refused(tmp_path, listed):
     save_to_disk(tmp_path, ["one"])
     (tmp_path / "state.json").write_text(json.dumps({"_data_files": listed}))
-    with pytest.raises(DataError, match=r"state\.json: names") as caught:
+    with pytest.raises(DataError, match=r"state\.json: lists") as caught:
         source().units(tmp_path)
     assert len(str(caught.value)) < 400

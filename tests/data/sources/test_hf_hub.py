@@ -1,4 +1,4 @@
-"""Datasets from the Hub, which is played by a folder, and beside the library itself."""
+"""Datasets from a fake Hub (a folder), compared with the library itself."""
 
 import io
 import shutil
@@ -129,7 +129,7 @@ def test_a_dataset_in_other_formats_is_read_from_the_parquet_copy(tmp_path, hub)
         source("org/name", split="dev").units(tmp_path)
 
 
-def test_the_parquet_copy_never_stands_in_for_a_revision(tmp_path, hub):
+def test_the_parquet_copy_never_replaces_a_revision(tmp_path, hub):
     (hub.folder / "v1").mkdir(parents=True)
     (hub.folder / "v1/train.csv").touch()
     write(hub.folder / "refs-convert-parquet/default/train/0000.parquet", "newest")
@@ -143,7 +143,7 @@ def test_without_the_hub_one_sentence_says_what_to_do(tmp_path, hub):
     assert "404" in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_a_name_the_hub_does_not_know_is_told_from_a_missing_network(tmp_path, hub, monkeypatch):
+def test_an_unknown_hub_name_is_distinguished_from_a_missing_network(tmp_path, hub, monkeypatch):
     def unknown(*_: Any, **__: Any) -> None:
         raise RepositoryNotFoundError("404", response=SimpleNamespace(headers={}, request=None))
 
@@ -152,7 +152,7 @@ def test_a_name_the_hub_does_not_know_is_told_from_a_missing_network(tmp_path, h
         source("org/name").units(tmp_path)
 
 
-def test_a_folder_goes_before_the_hub(tmp_path, hub):
+def test_a_folder_has_priority_over_the_hub(tmp_path, hub):
     write(tmp_path / "org/name/a.jsonl", "local")
     assert texts_of(read(tmp_path, source("org/name"))) == ["local"]
     assert hub.fetched == []
@@ -209,11 +209,13 @@ def test_a_broken_connection_costs_the_row_groups_in_flight(tmp_path, streamed):
     total, streamed.num_bytes = streamed.num_bytes, 0
     hub_stream._footers.clear()
     streamed.broken_after = total // 2
-    with pytest.raises(DataError, match=r"train-0000. ?.*cannot be fetched \(connection reset\); run the same command"):
+    with pytest.raises(
+        DataError, match=r"train-0000. ?.*cannot be downloaded \(connection reset\); run the same command"
+    ):
         build(tmp_path, "again")
     before = streamed.num_bytes
     streamed.broken_after, streamed.num_bytes = None, 0
-    # A commit that changes no data file is no reason to start over.
+    # A commit that changes no data file does not restart the build.
     card(streamed.folder / "main", "tags: [new]")
     assert build(tmp_path, "again") == whole
     assert streamed.num_bytes < total - before + total // 4
@@ -230,7 +232,7 @@ def test_other_formats_are_downloaded_file_by_file_until_the_limit(tmp_path, hub
 # The library itself, where it is installed
 
 
-def test_what_the_library_saves_is_what_is_read(tmp_path):
+def test_files_saved_by_the_library_are_read_unchanged(tmp_path):
     datasets = pytest.importorskip("datasets")
     texts = [f"{number} äöü" for number in range(50)]
     whole = datasets.Dataset.from_dict({"n": list(range(50)), "text": texts})
@@ -243,7 +245,7 @@ def test_what_the_library_saves_is_what_is_read(tmp_path):
     assert texts_of(read(tmp_path, source("three"))) == [texts[index] for index in (7, 3, 9)]
 
 
-def test_splits_come_out_as_in_the_library(tmp_path):
+def test_splits_are_those_of_the_library(tmp_path):
     datasets = pytest.importorskip("datasets")
     layouts = [
         ["data/train-00000-of-00001.jsonl", "data/odd-00000-of-00001.jsonl", "x.jsonl"],

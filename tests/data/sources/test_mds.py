@@ -164,7 +164,7 @@ def test_a_mask_that_does_not_fit_its_tokens_sets_the_sample_aside(tmp_path, enc
 
 @pytest.mark.parametrize("packing", ["concat", "best_fit"])
 def test_masks_travel_into_the_labels_of_packed_rows(tmp_path, tokenizer, packing):
-    """Also those of documents in packed samples, beside a shard without masks, of which all is trained on."""
+    """Also masks of documents in packed samples, next to a shard without masks, which is fully trained on."""
     rng = np.random.default_rng(1)
     samples = [masked_sample(rng, 400) | {"indices": np.array([[0, 150], [150, 400]], np.uint32)} for _ in range(20)]
     plain = [sample | {"input_ids": sample["input_ids"] % 300} for sample in unpacked(rng, 3)]
@@ -203,7 +203,7 @@ def test_masks_travel_into_the_labels_of_packed_rows(tmp_path, tokenizer, packin
 
 
 def merged(folder: Path, shards: dict[str, list[dict[str, Any]]]) -> None:
-    """An index over all parts of a folder, as ProLong's tools write it beside the index of each part."""
+    """Write an index over all parts of a folder, as ProLong's tools do next to the index of each part."""
     together = []
     for part, listed in shards.items():
         for shard in json.loads(json.dumps(listed)):
@@ -285,7 +285,7 @@ def test_no_index_or_no_shard_is_refused_before_any_work(tmp_path):
     with pytest.raises(ConfigError, match=r"holds no index\.json"):
         source().units(tmp_path)
     save_index(tmp_path, [])
-    with pytest.raises(ConfigError, match="name no shard"):
+    with pytest.raises(ConfigError, match="list no shard"):
         source().units(tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""MDS shards that are cut short, lie or hold nonsense cost what they must and no more."""
+"""MDS shards that are truncated, inconsistent or damaged lose only the affected records."""
 
 import hashlib
 import struct
@@ -44,7 +44,7 @@ def test_a_shard_cut_short_keeps_its_whole_samples(tmp_path):
 
 
 @pytest.mark.parametrize("compression", ["zstd", "gz"])
-def test_a_compressed_shard_cut_short_keeps_what_can_be_had(tmp_path, compression):
+def test_a_truncated_compressed_shard_keeps_its_first_samples(tmp_path, compression):
     samples = unpacked(np.random.default_rng(0), 40)
     write(tmp_path, UNPACKED, samples, compression=compression)
     (path,) = tmp_path.glob("shard*")
@@ -71,7 +71,7 @@ def test_a_shard_that_unfolds_beyond_its_size_is_set_aside(tmp_path):
     assert bad(read(tmp_path)) == [("whole file", "too_long")]
 
 
-def test_an_unknown_compression_says_which_are_read(tmp_path):
+def test_an_unknown_compression_lists_the_supported_ones(tmp_path):
     write(tmp_path, UNPACKED, unpacked(np.random.default_rng(0), 2), compression="br")
     (item,) = read(tmp_path)
     assert isinstance(item, Bad) and item.reason == "unreadable"
@@ -154,7 +154,7 @@ def test_lying_column_sizes_cost_only_their_sample(tmp_path):
         ("int", 7),
     ],
 )
-def test_what_are_no_tokens_is_set_aside(tmp_path, encoding, value):
+def test_values_that_are_not_tokens_are_quarantined(tmp_path, encoding, value):
     good = np.array([4], dtype=np.uint32)
     write(tmp_path / "a", {"input_ids": encoding}, [{"input_ids": value}])
     write(tmp_path / "b", {"input_ids": "ndarray:uint32"}, [{"input_ids": good}])

@@ -63,7 +63,7 @@ def test_every_column_type_that_holds_text_is_read(tmp_path, values):
 
 
 @pytest.mark.parametrize("compression", ["none", "snappy", "zstd", "gzip"])
-def test_records_come_in_order_from_many_row_groups_pages_and_batches(tmp_path, compression):
+def test_records_are_in_order_across_row_groups_pages_and_batches(tmp_path, compression):
     rng = np.random.default_rng(0)
     expected = [f"{number} " + "x" * int(rng.integers(0, 3000)) for number in range(5000)]
     path = write(tmp_path / "a.parquet", expected, row_group_size=1700, data_page_size=1000, compression=compression)
@@ -148,7 +148,7 @@ def test_a_damaged_page_costs_its_row_group_and_the_next_ones_are_read_on(tmp_pa
     assert isinstance(items[100], Bad) and "100 records are lost" in items[100].detail
 
 
-def test_a_file_cut_short_is_told_from_one_that_is_no_parquet(tmp_path):
+def test_a_truncated_file_is_distinguished_from_one_that_is_not_parquet(tmp_path):
     whole = write(tmp_path / "a.parquet", TEXTS * 100).read_bytes()
     (tmp_path / "cut.parquet").write_bytes(whole[: len(whole) // 2])
     (tmp_path / "text.parquet").write_bytes(b"no Parquet at all, only some text")

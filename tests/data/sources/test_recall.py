@@ -25,7 +25,7 @@ def counts(tokenizer, texts: list[str]) -> list[int]:
 
 
 def objects(texts: list[str]) -> list[tuple[dict[str, str], list[tuple[str, str]]]]:
-    """What each document states and what it asks for."""
+    """The facts and questions of each document."""
     found = []
     for text in texts:
         stated, *asked = text.split("\n")
@@ -45,7 +45,7 @@ def test_every_answer_is_the_one_that_was_stated(shipped, asked):
         assert all(stated[key] == value for key, value in asks)
 
 
-def test_lengths_are_those_asked_for(shipped):
+def test_lengths_are_as_requested(shipped):
     for settings in ({"pairs": 1}, {"pairs": 1, "asked": 0.1}, {"pairs": 0}, {"pairs": 0, "repeats": 1}):
         lengths = counts(shipped, documents(shipped, length=[500, 1000], **settings))
         assert min(lengths) >= 400

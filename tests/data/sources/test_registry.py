@@ -98,7 +98,7 @@ def test_before_it_is_registered_the_nearest_kind_is_suggested(tmp_path):
         ("path: none.csv", "sources.table.path = none.csv: no such file or folder"),
     ],
 )
-def test_its_mistakes_are_told_as_those_of_any_kind(tmp_path, with_csv, wrong, problem):
+def test_its_mistakes_are_reported_like_those_of_any_kind(tmp_path, with_csv, wrong, problem):
     text = RECIPE.replace("path: table.csv", wrong) if wrong.startswith("path") else RECIPE.replace("column: 1", wrong)
     with pytest.raises(ConfigError) as refusal:
         check_inputs(load_recipe(save(tmp_path, text)))

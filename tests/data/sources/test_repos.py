@@ -86,7 +86,7 @@ def test_a_folder_is_read_the_same_wherever_it_lies_and_however_it_was_filled(tm
     assert len(headers(read_one(one).text)) == 20
 
 
-def test_every_file_left_out_is_listed_with_its_reason(tmp_path):
+def test_every_skipped_file_is_listed_with_its_reason(tmp_path):
     files = {
         "t/a.py": b"a = 1\n",
         "t/logo.png": b"\x89PNG",
@@ -125,7 +125,7 @@ def test_every_file_left_out_is_listed_with_its_reason(tmp_path):
     assert item.left_out == (*expected[:-1], ("vendor/", "vendored"))
 
 
-def test_unsafe_members_are_left_out_and_the_rest_is_kept(tmp_path):
+def test_unsafe_members_are_skipped_and_the_rest_is_kept(tmp_path):
     extra = [special("t/link", tarfile.SYMTYPE, "/etc/passwd"), special("t/device", tarfile.CHRTYPE)]
     data = tar_bytes({"t/a.py": b"a\n", "../evil.py": b"e", "/abs.py": b"e", "t/caf\udce9.py": b"c"}, extra)
     item = read_one(write_tar(tmp_path / "t.tar.gz", data))
@@ -240,7 +240,7 @@ def test_a_folder_of_nothing_but_links_is_bad(tmp_path):
     assert read_one(tmp_path / "repo").reason == "unsafe_path"
 
 
-def test_names_of_a_folder_that_are_not_utf8_are_left_out(tmp_path):
+def test_names_in_a_folder_that_are_not_utf8_are_skipped(tmp_path):
     folder = write_folder(tmp_path / "repo", {"a.py": b"a\n"})
     try:
         (folder / os.fsdecode(b"caf\xe9.py")).write_bytes(b"c\n")
@@ -250,7 +250,7 @@ def test_names_of_a_folder_that_are_not_utf8_are_left_out(tmp_path):
     assert item.left_out == (("caf\\xe9.py", "odd_name"),)
 
 
-def test_a_file_that_cannot_be_opened_is_left_out(tmp_path, monkeypatch):
+def test_a_file_that_cannot_be_opened_is_skipped(tmp_path, monkeypatch):
     folder = write_folder(tmp_path / "repo", {"a.py": b"a\n", "b.py": b"b\n"})
     open_file = Path.open
 
@@ -264,7 +264,7 @@ def test_a_file_that_cannot_be_opened_is_left_out(tmp_path, monkeypatch):
     assert (item.text, item.left_out) == ("# file: a.py\na\n", (("b.py", "unreadable"),))
 
 
-def test_a_folder_that_has_gone_says_nothing_about_its_content(tmp_path):
+def test_a_vanished_folder_is_not_reported_as_damaged(tmp_path):
     with pytest.raises(FileNotFoundError):
         read_one(tmp_path / "gone")
 
@@ -295,14 +295,14 @@ def test_units_of_a_pattern_and_of_one_archive(tmp_path):
     assert source("r4.zip").units(tmp_path) == [tmp_path / "r4.zip"]
 
 
-def test_units_that_are_not_there_are_refused(tmp_path):
+def test_missing_units_are_refused(tmp_path):
     write_folder(tmp_path, {"a.txt": b"x"})
     (tmp_path / "nothing").mkdir()
     with pytest.raises(ConfigError, match="does not exist"):
         source("gone").units(tmp_path)
     with pytest.raises(ConfigError, match="matches no file"):
         source("gone*").units(tmp_path)
-    with pytest.raises(ConfigError, match=r"a\.txt is no archive.*\.tar\.gz"):
+    with pytest.raises(ConfigError, match=r"a\.txt is not an archive.*\.tar\.gz"):
         source("a.txt").units(tmp_path)
     with pytest.raises(ConfigError, match="holds no repository"):
         source("nothing").units(tmp_path)

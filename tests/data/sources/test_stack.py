@@ -191,7 +191,7 @@ def test_a_build_that_dies_between_the_passes_does_not_sort_again(tmp_path, smal
     assert not (tmp_path / "killed/tasks").exists()
 
 
-def test_two_workers_write_what_one_writes_and_the_limit_takes_whole_repositories(tmp_path, small_runs, caplog):
+def test_two_workers_write_the_same_as_one_and_the_limit_takes_whole_repositories(tmp_path, small_runs, caplog):
     caplog.set_level(logging.INFO)
     write(tmp_path / "in", files_of({f"o/r{number}": 4 for number in range(20)}))
     whole = build(tmp_path, "one")

@@ -121,17 +121,17 @@ def test_blank_lines_are_no_records_and_the_last_line_needs_no_newline(tmp_path)
         (b'{"text": "cut', "broken_json", "not valid JSON (Unterminated string starting at at column 10)"),
         (b"[" * 100_000, "broken_json", "JSON that cannot be read"),
         (b'{"text": ' + b"9" * 10_000 + b"}", "broken_json", "JSON that cannot be read"),
-        (b'["text"]', "not_an_object", "a JSON object was expected, not list"),
+        (b'["text"]', "not_an_object", "expected a JSON object, not list"),
         (b'{"body": "x", "id": 3}', "missing_field", "no field 'text'; it has 'body', 'id'"),
         (b"{}", "missing_field", "no field 'text'; it has no fields"),
         (b'{"text": null}', "not_text", "field 'text' must be a string, not NoneType"),
         (b'{"text": "\xff"}', "invalid_utf8", "not valid UTF-8 at byte 10"),
-        (b'{"text": "ab\\ud800"}', "surrogate", "half a surrogate pair at character 2"),
+        (b'{"text": "ab\\ud800"}', "surrogate", "an unpaired surrogate at character 2"),
         (b'{"text": "ab\\u0000"}', "nul", "a NUL character at 2"),
         (b"\0\0\0", "broken_json", "not valid JSON"),
     ],
 )
-def test_a_bad_line_is_set_aside_and_reading_goes_on(tmp_path, line, reason, detail):
+def test_a_bad_line_is_quarantined_and_reading_continues(tmp_path, line, reason, detail):
     path = tmp_path / "a.jsonl"
     path.write_bytes(lines("good") + line + b"\n" + lines("also good"))
     first, bad, last = read_jsonl(path)
@@ -150,7 +150,7 @@ def test_a_line_above_the_limit_is_set_aside(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("ending", [".gz", ".zst"])
-def test_a_compressed_file_that_was_cut_short_keeps_what_came_before(tmp_path, ending):
+def test_a_truncated_compressed_file_keeps_its_first_records(tmp_path, ending):
     path = tmp_path / f"a.jsonl{ending}"
     texts = [f"text {number} " + "y" * 2000 for number in range(2000)]
     path.write_bytes(COMPRESS[ending](lines(*texts))[:-20])
@@ -160,7 +160,7 @@ def test_a_compressed_file_that_was_cut_short_keeps_what_came_before(tmp_path, e
 
 
 @pytest.mark.parametrize("ending", [".gz", ".zst"])
-def test_a_file_that_is_not_compressed_as_its_name_says_is_set_aside(tmp_path, ending):
+def test_a_file_with_a_wrong_compression_suffix_is_quarantined(tmp_path, ending):
     path = tmp_path / f"a.jsonl{ending}"
     path.write_bytes(lines("plain"))
     (bad,) = read_jsonl(path)

@@ -80,7 +80,7 @@ def test_every_record_is_counted_once(tmp_path):
         ["1", "2", "Appendix A", "Appendix B"],
     ],
 )
-def test_chapters_come_in_natural_order(tmp_path, numbers):
+def test_chapters_are_in_natural_order(tmp_path, numbers):
     records = [chapter("Optics", number, f"text {place}") for place, number in enumerate(numbers)]
     shuffled = [records[2], records[0], records[3], records[1]]
     assert texts(write(tmp_path / "a.jsonl", *shuffled)) == ["# Optics\n\ntext 0\n\ntext 1\n\ntext 2\n\ntext 3\n"]
@@ -101,7 +101,7 @@ def test_chapters_keep_their_order_without_a_field_or_with_equal_numbers(tmp_pat
     assert texts(path) == ["# Optics\n\ny\n\nx\n"]
 
 
-def test_books_come_in_an_order_that_depends_on_the_seed_and_not_on_the_file(tmp_path):
+def test_the_order_of_books_depends_on_the_seed_and_not_on_the_file(tmp_path):
     records = [chapter(f"Book {number}", 1, f"text {number}") for number in range(8)]
     path = write(tmp_path / "a.jsonl", *records)
     other = write(tmp_path / "b.jsonl", *reversed(records))
@@ -165,7 +165,7 @@ def test_a_bad_record_is_set_aside_and_the_rest_is_joined(tmp_path, line, reason
     assert document == Document("a.jsonl:1", "# Optics\n\no1\n\no1\n")
 
 
-def test_a_file_that_breaks_off_gives_what_it_has_and_one_bad_record(tmp_path):
+def test_a_truncated_file_gives_its_records_and_one_bad_record(tmp_path):
     records = [chapter("Optics", number, f"text {number} " * 2000) for number in range(400)]
     data = gzip.compress(write(tmp_path / "plain", *records).read_bytes())
     path = tmp_path / "a.jsonl.gz"

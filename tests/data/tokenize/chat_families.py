@@ -32,7 +32,7 @@ class Family:
     controls: tuple[str, ...]
     special: dict[str, str]
     pieces: bool = False  # a vocabulary of pieces with ▁ for spaces, as SentencePiece makes it
-    strips: bool = False  # the template strips what is said
+    strips: bool = False  # the template strips messages
     lead: str = ""  # what the template writes between the prompt and the words
 
     def trained(self, message: Message) -> str:
@@ -64,7 +64,7 @@ FAMILIES = {
         strips=True,
     ),
 }
-# Not families of their own, but ways of writing that some have.
+# Not separate families, but template styles of some.
 VARIANTS = {
     "marked": Family("marked", "<|im_end|>", _CHATML, {"eos_token": "<|im_end|>"}),
     "mistral-system-last": Family(

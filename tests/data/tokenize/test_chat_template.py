@@ -29,10 +29,10 @@ def build(template: str | None, name: str = "qwen2.5"):
         ("{% for m in messages %}{{ m.content }}\n{% endfor %}", "a model would not learn to stop"),
         (
             "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}",
-            "the assistant's tokens cannot be found",
+            "cannot find the assistant's tokens",
         ),
         (GENERATION % "{{ m.content }}{% generation %}{% endgeneration %}", "marks are empty"),
-        (GENERATION % "{% generation %}{{ m.content + eos_token }}{% endgeneration %}", "include the user's words"),
+        (GENERATION % "{% generation %}{{ m.content + eos_token }}{% endgeneration %}", "include user text"),
         (
             GENERATION % "{% if loop.last %}{% generation %}{{ m.content + eos_token }}{% endgeneration %}{% endif %}",
             "not every answer",

@@ -1,4 +1,4 @@
-"""The fast routes give the ids of `tokenizers`, or step aside, or say that they do not."""
+"""The fast routes give the ids of `tokenizers`, or are not used, or raise an error."""
 
 import json
 import pickle
@@ -291,7 +291,7 @@ def test_a_route_that_does_too_little_is_not_taken(only_route):
     only_route("swift", Refuses)
     chosen = choose_route(encoder_of("llama3-like"), TRAINING)
     assert chosen.route == "tokenizers"
-    assert "not swift: it cannot do 100% of the sample" in chosen.why
+    assert "not swift: it cannot encode 100% of the sample" in chosen.why
 
 
 def test_a_missing_package_is_named_and_the_next_route_taken(monkeypatch):
@@ -314,14 +314,14 @@ def test_tokenizers_beyond_byte_level_bpe_are_left_to_the_library(capsys):
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     chosen = choose_route(Encoder(backend.to_str(), (), 0), ["the mill"])
     assert chosen.route == "tokenizers"
-    assert "tokenizing with tokenizers" in capsys.readouterr().err
+    assert "tokenizing with the tokenizers library" in capsys.readouterr().err
     assert chosen.encode_plain(["the mill"])[0].tolist() == [0, 1]
 
 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"lstrip": True}, "take in the spaces around them"),
+        ({"lstrip": True}, "include the spaces around them"),
         ({"content": "<tool>more"}, "prefix of another"),
     ],
 )

@@ -1,12 +1,12 @@
 """Build a corpus: a source's documents, tokenized, as an artifact.
 
 The folder gets `docs-00000.arrow` …, a manifest and, if needed, `quarantine.jsonl` and `left_out.jsonl`. The work runs
-as a datatrove pipeline on any executor. The source divides it into tasks; a task writes one file, so the result does
-not depend on the number of workers.
+as a datatrove pipeline on any executor. The source is divided into tasks, and each task writes one file, so the result
+does not depend on the number of workers.
 
-Every record is in the corpus, in quarantine, or counted under the reason it was left out. A build that was killed
-continues with the missing and the damaged tasks; a partial folder made from other inputs or settings is set aside.
-Documents are kept in order up to and including the one that reaches the source's limit.
+Every record is in the corpus, in quarantine, or counted under the reason why it was skipped. After a kill, the next
+build repeats only missing and damaged tasks. A partial folder made from other inputs or settings is set aside. With a
+limit, documents are kept in order up to and including the one that reaches it.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ from unspool.data.tokenize.chat import build_chat_encoder
 from unspool.data.tokenize.chat_template import TEMPLATE_FILE
 from unspool.data.tokenize.encoder import build_encoder, choose_route, forget_engines
 
-# Importing it takes seconds, which every worker process would pay.
+# Importing this takes seconds, in every worker process.
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 logger = logging.getLogger(__name__)
 
 KIND = "corpus"
-# Format of the files that tasks write into the work folder; raised when it changes, so that no old folder is resumed.
+# Format of the files in the work folder. Increase it when it changes, so that no old folder is resumed.
 WORK_FORMAT = 3
 
 
@@ -76,7 +76,7 @@ def build_corpus(
     engine: EngineConfig,
     seed: int,
 ) -> dict[str, Any]:
-    """Write the documents of `source` to `out_dir`, unless it is up to date; returns the counts of its manifest."""
+    """Write the documents of `source` to `out_dir`, unless it is up to date; return the counts of its manifest."""
     check_engine(engine)
     name = out_dir.name
     root, out_dir = root.resolve(), out_dir.resolve()  # a task may run in another folder
@@ -86,7 +86,7 @@ def build_corpus(
     chat = build_chat_encoder(tokenizer, source.chat_template(root), source=name) if source.is_chat else None
     if chat is not None:
         inputs["template"] = chat.template.digest
-    # The location of files and the number of bad records allowed do not change the result.
+    # The location of the files and the number of bad records allowed do not change the result.
     unchanging = {*source.path_keys, "max_bad"}
     settings: dict[str, Any] = {"source": source.model_dump(mode="json", exclude=unchanging)}
     if source.seeded:
@@ -129,7 +129,7 @@ def build_corpus(
     documents = sum(map(len, sizes))
     if not documents:
         bad = describe_bad(total.bad) if total.bad else ""
-        raise DataError(f"corpus {name}: no document holds any text. {bad}".strip())
+        raise DataError(f"corpus {name}: no document contains text; check the source's kind and fields. {bad}".strip())
     tokens, chars, trained = np.concatenate(sizes).T
     counts = {
         "documents": documents,
@@ -153,7 +153,7 @@ def build_corpus(
 def _divide(
     source: Source, units: list[Path], partial: Path, engine: EngineConfig, *, seed: int, label: str
 ) -> list[Any]:
-    """The tasks that read the source; one that must sort its input on disk first does that here."""
+    """Divide the source into read tasks; first sort its input on disk if the source requires it."""
     spill_tasks = source.spill_tasks(units)
     if not spill_tasks:
         return source.divide(units, seed)
@@ -172,7 +172,7 @@ def _divide(
 def _run(
     steps: list[PipelineStep], partial: Path, num_tasks: int, engine: EngineConfig, limit: int | None, *, label: str
 ) -> list[np.ndarray]:
-    """Run the tasks, all at once or, with a limit, as many at a time as there are workers; returns document sizes."""
+    """Run the tasks, all at once or, with a limit, as many at a time as there are workers; return document sizes."""
     sizes: list[np.ndarray] = []
     kept = 0
     at_once = num_tasks if limit is None else engine.workers
@@ -186,7 +186,7 @@ def _run(
             kept += int(sizes[-1][:, 0].sum())
         if limit is not None and kept >= limit:
             break
-    # Beyond the limit there may be shards of other workers, or of an earlier run that had more workers.
+    # Other workers, or an earlier run with more workers, may have written shards beyond the limit.
     kept_paths = {shard_path(partial, rank) for rank, kept_sizes in enumerate(sizes) if len(kept_sizes)}
     for path in set(partial.glob("docs-*")) - kept_paths:
         if path.suffix == ".arrow":
@@ -196,7 +196,7 @@ def _run(
 
 
 def _cut_to_limit(partial: Path, rank: int, tokens_left: int | None) -> np.ndarray:
-    """Shorten a shard after the document that reaches `tokens_left`; returns the sizes of its documents."""
+    """Truncate a shard after the document that reaches `tokens_left`; return the sizes of its documents."""
     sizes: np.ndarray = np.load(sizes_path(partial, rank))
     if tokens_left is None:
         return sizes
@@ -213,7 +213,7 @@ def _describe_work(partial: Path) -> str | None:
 
 
 def _forget_damaged(partial: Path, *, label: str) -> None:
-    """Let tasks run again whose files are not as they left them."""
+    """Mark tasks whose files have changed as incomplete, so that they run again."""
     ranks = completed_tasks(partial / WORK)
     with ThreadPoolExecutor() as pool:  # hashing uses all cores
         found = list(pool.map(lambda rank: find_task_damage(partial, rank), ranks))
@@ -224,7 +224,7 @@ def _forget_damaged(partial: Path, *, label: str) -> None:
 
 
 def _check_unchanged(source: Source, units: list[Path], digest_before: str, partial: Path) -> None:
-    """Refuse documents of files that changed or vanished while they were read, and read all of them next time."""
+    """Reject a build whose files changed or vanished while they were read; the next build reads all files again."""
     try:
         changed = _digest_units(source, units) != digest_before
     except OSError:
@@ -233,13 +233,13 @@ def _check_unchanged(source: Source, units: list[Path], digest_before: str, part
     if changed:
         remove(partial)
         raise DataError(
-            f"corpus {partial.stem}: a file of the source changed while it was read; run the same command again when "
-            "nothing writes to the source any more."
+            f"corpus {partial.stem}: a file of the source changed during reading; run the same command again when "
+            "no program writes to the source any more."
         )
 
 
 def files_digest(source: Source, root: Path) -> str:
-    """The digest of a source's files, as in the inputs of its corpus."""
+    """Return the digest of a source's files, as in the inputs of its corpus."""
     return _digest_units(source, source.units(root.resolve()))
 
 
@@ -248,7 +248,7 @@ def _digest_units(source: Source, units: list[Path]) -> str:
     if known is not None:
         return digest(known)
     files = source.input_files(units)
-    # Above the limit hashing costs too much; a changed file then shows by its modification time.
+    # Above the limit, hashing costs too much; the modification time then reveals a changed file.
     by_content = sum(file.stat().st_size for _, file in files) <= CHECKSUM_LIMIT
     marks = [
         [

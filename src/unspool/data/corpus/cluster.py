@@ -1,6 +1,6 @@
 """Run tasks as a job array of a Slurm cluster, or on a Ray cluster.
 
-A Slurm job outlives this process: a run that was killed finds its job again and waits for it. Ctrl-C or a failed task
+A Slurm job outlives this process: after a kill, the next run finds the job and waits for it. Ctrl-C or a failed task
 cancels the job. All machines must see the same file system under the same paths.
 """
 
@@ -28,31 +28,32 @@ from datatrove.executor.slurm import SlurmPipelineExecutor
 from unspool.core.errors import ConfigError, DataError
 from unspool.data.corpus.executors import Tasks, first_error
 
-# Between two requests to the scheduler, which serves a whole cluster.
+# Seconds between two requests to the scheduler, which serves a whole cluster.
 POLL_SECONDS = 5.0
-# A network file system shows other machines' files with a delay, so a job must be gone for some polls.
+# A network file system shows other machines' files with a delay, so a job must be absent in several polls.
 GONE_POLLS = 4
-# Most clusters allow arrays of 1001; if there are more tasks, they share array entries.
+# Most clusters allow arrays of 1001 entries. With more tasks, several tasks share an entry.
 MAX_ARRAY = 1000
 
 
 class SlurmTasks(Tasks, SlurmPipelineExecutor):  # type: ignore[misc]
-    """datatrove's executor, which only submits, extended to wait for the end."""
+    """datatrove's executor, which only submits jobs, extended to wait until they end."""
 
     def run(self) -> None:
         if "SLURM_ARRAY_TASK_ID" in os.environ:
-            super().run()  # this process belongs to the job
+            super().run()  # this process is part of the job
             return
         ranks = self.get_incomplete_ranks()
         if any(character.isspace() for character in str(self.work)):
-            raise ConfigError(f"{self.work}: Slurm jobs need a folder whose path has no spaces.")
+            raise ConfigError(f"{self.work}: Slurm jobs need a path without spaces; use another folder.")
         self.tasks_per_job = math.ceil(len(ranks) / MAX_ARRAY)
         try:
             self.launch_job()
         except subprocess.CalledProcessError as error:
             raise ConfigError(
-                f"sbatch refused the job (exit code {error.returncode}, its message is above); check engine.partition, "
-                f"engine.time and engine.sbatch, or submit {self.work / 'launch_script.slurm'} by hand to try."
+                f"sbatch rejected the job (exit code {error.returncode}, see its message above); check "
+                "engine.partition, engine.time and engine.sbatch, or submit "
+                f"{self.work / 'launch_script.slurm'} by hand."
             ) from None
         self._job_path.write_text(str(self.job_id))
         self._wait(str(self.job_id))
@@ -68,7 +69,7 @@ class SlurmTasks(Tasks, SlurmPipelineExecutor):  # type: ignore[misc]
 
     def get_sbatch_args(self, max_array: int = 1) -> dict[str, Any]:
         options: dict[str, Any] = super().get_sbatch_args(max_array)
-        del options["mem-per-cpu"]  # replaced by `mem`, for the whole task
+        del options["mem-per-cpu"]  # replaced by `mem`, which is per task
         return options
 
     @property
@@ -96,7 +97,7 @@ class SlurmTasks(Tasks, SlurmPipelineExecutor):  # type: ignore[misc]
 
 
 def activation() -> str:
-    """The shell command that gives a job the Python of this process."""
+    """Return the shell command that activates this process's Python in a job."""
     bin_dir = Path(sys.executable).parent
     if (bin_dir / "activate").exists():
         return f"source {shlex.quote(str(bin_dir / 'activate'))}"
@@ -104,10 +105,10 @@ def activation() -> str:
 
 
 def _is_queued(job: str) -> bool:
-    """Whether any part of the job is pending or running; a scheduler that does not answer is asked again later."""
+    """Return whether any part of the job is pending or running; True, to poll again, if the scheduler is silent."""
     asked = subprocess.run(["squeue", "-h", "-j", job], check=False, capture_output=True, text=True)
     if asked.returncode:
-        # The scheduler forgets jobs some minutes after they ended.
+        # The scheduler forgets jobs a few minutes after they end.
         return "invalid job id" not in asked.stderr.lower()
     return bool(asked.stdout.strip())
 
@@ -119,11 +120,11 @@ def _and_others(count: int) -> str:
 # Ray, either an existing cluster or one that is started on this machine
 
 
-_OBJECT_STORE_BYTES = 512 << 20  # it only holds the steps, tokenizer included
+_OBJECT_STORE_BYTES = 512 << 20  # holds only the steps, including the tokenizer
 
 
 class RayTasks(Tasks, RayPipelineExecutor):  # type: ignore[misc]
-    """Replaces datatrove's loop, which starts a process for every task and cannot run a part of the tasks."""
+    """Replace datatrove's loop, which starts a process for every task and cannot run a subset of the tasks."""
 
     address: str | None = None
 
@@ -133,7 +134,7 @@ class RayTasks(Tasks, RayPipelineExecutor):  # type: ignore[misc]
         with connected(self.address, self.workers):
             waiting = deque(self.get_incomplete_ranks())
             steps = ray.put(dill.dumps(self))
-            # No memory request: Ray would only reserve it, not limit it, and refuse small machines.
+            # No memory request: Ray would only reserve memory, not limit it, and would reject small machines.
             task = ray.remote(num_cpus=1)(_run_task)
             running: list[Any] = []
             try:
@@ -148,7 +149,7 @@ class RayTasks(Tasks, RayPipelineExecutor):  # type: ignore[misc]
 
 
 def _run_task(steps: list[Any], rank: int) -> None:
-    # In a list, because Ray would pass anything else by value, once per task.
+    # In a list, because Ray would otherwise pass the object by value, once per task.
     _load(steps[0])._run_for_rank(rank)
 
 
@@ -163,12 +164,12 @@ def _load(steps: Any) -> RayTasks:
 
 @cache
 def _password() -> str:
-    # One per process, because Ray reads it once.
+    # One per process, because Ray reads it only once.
     return secrets.token_hex(32)
 
 
 def _check_listening(address: str) -> None:
-    """Raise OSError if nothing listens there; Ray itself would notice only after 15 minutes."""
+    """Raise OSError if nothing listens there; Ray would notice only after 15 minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if host and port.isdigit():
         socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
@@ -188,7 +189,10 @@ def connected(address: str | None, workers: int) -> Iterator[None]:
             _check_listening(address)
             ray.init(address=address, **quiet)
         except (OSError, RuntimeError, ValueError) as error:
-            raise ConfigError(f"engine.address={address}: no Ray cluster answers there ({error}).") from None
+            raise ConfigError(
+                f"engine.address={address}: no Ray cluster answers at this address ({error}); start one, or omit "
+                "engine.address."
+            ) from None
         try:
             yield
         finally:
@@ -196,7 +200,7 @@ def connected(address: str | None, workers: int) -> Iterator[None]:
         return
     os.environ.setdefault("RAY_AUTH_TOKEN", _password())
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # Ray's sockets need a short path, which the user's own temporary folder may not have.
+    # Ray's sockets need a short path; the user's temporary folder may have a long one.
     with TemporaryDirectory(prefix="unspool-ray-", dir="/tmp", ignore_cleanup_errors=True) as folder:
         try:
             ray.init(

@@ -1,4 +1,4 @@
-"""The `engine` section of a recipe: where documents are prepared, and with how many processes."""
+"""The `engine` section of a recipe: where document preparation runs, and with how many processes."""
 
 import re
 from typing import Literal
@@ -7,7 +7,7 @@ from pydantic import Field, field_validator, model_validator
 
 from unspool.core.config import Config
 
-# Options that only one kind of engine has.
+# Options of only one kind of engine.
 _BELONGS_TO = {
     "address": "ray",
     "partition": "slurm",
@@ -23,15 +23,15 @@ _RESERVED = {
     "mem": "write engine.memory_gb instead",
     "mem-per-cpu": "write engine.memory_gb instead",
     "cpus-per-task": "write engine.cpus instead",
-    "array": "Unspool numbers the tasks; engine.workers sets how many run at once",
-    "output": "the logs stay beside the unfinished work",
-    "error": "the logs stay beside the unfinished work",
+    "array": "Unspool numbers the tasks; set engine.workers for the number of parallel tasks",
+    "output": "Unspool keeps the logs in the work folder",
+    "error": "Unspool keeps the logs in the work folder",
 }
 _SLURM_TIME = re.compile(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}")
 
 
 class EngineConfig(Config):
-    """Where document preparation runs. The result is the same bytes everywhere."""
+    """Where document preparation runs. The result has the same bytes on every engine."""
 
     kind: Literal["local", "slurm", "ray"] = Field(
         "local",
@@ -67,7 +67,7 @@ class EngineConfig(Config):
         for name, value in options.items():
             if name in _RESERVED:
                 raise ValueError(f"sbatch option {name} cannot be set here: {_RESERVED[name]}")
-            # Options become lines of a shell script, where a line break would start a command.
+            # Options become lines of a shell script, in which a line break would start a command.
             if not re.fullmatch(r"[a-z][a-z0-9-]*", name) or not str(value).isprintable():
                 raise ValueError(
                     f"sbatch option {name!r} must be a name without dashes in front, such as account: physics"
@@ -78,5 +78,5 @@ class EngineConfig(Config):
     def _only_own_options(self) -> "EngineConfig":
         for option, kind in _BELONGS_TO.items():
             if getattr(self, option) and kind != self.kind:
-                raise ValueError(f"{option} is an option of kind: {kind}; leave it out or use kind: {kind}")
+                raise ValueError(f"{option} is an option of kind: {kind}; remove it, or use kind: {kind}")
         return self

@@ -1,9 +1,9 @@
-"""Run a pipeline's tasks on the executor that the recipe's `engine` names, and locally by default.
+"""Run a pipeline's tasks on the recipe's `engine`; locally by default.
 
-The engines differ only in where `Tasks._run_for_rank` is called. Beside what the steps write, the work folder gets
+The engines differ only in where they call `Tasks._run_for_rank`. Besides the output of the steps, the work folder gets
 `completions/00003` for a completed task and `error-00003.txt` for a failed one. Completed tasks of an earlier run are
-skipped, and the first failed task's message reaches the caller. A run killed at any moment can be repeated: a task is
-repeated whole, so it must write the same files each time and rename them when they are complete.
+skipped, and the caller gets the message of the first failed task. After a kill, a run can be repeated. A task is always
+repeated as a whole, so it must write the same files each time and rename them when they are complete.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from unspool.core.progress import console, progress_bar
 from unspool.data.corpus.config import EngineConfig
 
 _BAR_SECONDS = 0.2
-# How long a new run waits for the tasks of a killed one, which end by themselves.
+# Seconds that a new run waits for the tasks of a killed run, which end by themselves.
 ORPHAN_SECONDS = 30.0
 _COMPLETIONS = "completions"
 
@@ -46,8 +46,8 @@ def run_tasks(
 ) -> None:
     """Run the pipeline for `ranks` (of `num_tasks`), skipping those that an earlier run completed.
 
-    If a task fails, DataError has the first failed task's message. Steps must keep nothing from one task to the next,
-    and their paths must be valid on every machine of a cluster.
+    If a task fails, DataError has the message of the first failed task. Steps must not keep state from one task to the
+    next, and their paths must be valid on every machine of a cluster.
     """
     check_engine(engine)
     logger.disable("datatrove")
@@ -71,21 +71,25 @@ def run_tasks(
 
 
 def check_engine(engine: EngineConfig) -> None:
-    """Raise ConfigError if the engine cannot run from here."""
+    """Raise ConfigError if this machine cannot start the engine."""
     if engine.kind == "ray" and importlib.util.find_spec("ray") is None:
         raise ConfigError(
-            "engine.kind=ray: Ray is not installed; `pip install 'unspool[cluster]'`, or use kind: local."
+            "engine.kind=ray: Ray is not installed; run `pip install 'unspool[cluster]'`, or use kind: local."
         )
     if engine.kind == "slurm":
         if engine.partition is None:
-            raise ConfigError("engine.kind=slurm: engine.partition is missing; `sinfo` lists them, or use kind: local.")
+            raise ConfigError(
+                "engine.kind=slurm: engine.partition is missing; set one that `sinfo` lists, or use kind: local."
+            )
         if "SLURM_ARRAY_TASK_ID" in os.environ:
-            raise ConfigError("engine.kind=slurm: this is already a task of a Slurm job array; use kind: local in it.")
+            raise ConfigError(
+                "engine.kind=slurm: this process is already a task of a Slurm job array; use kind: local in it."
+            )
         for command in ("sbatch", "squeue", "scancel"):
             if shutil.which(command) is None:
                 raise ConfigError(
                     f"engine.kind=slurm: this machine has no command {command}; "
-                    "start Unspool where jobs are submitted, or use kind: local."
+                    "start Unspool on a login node, or use kind: local."
                 )
 
 
@@ -158,13 +162,13 @@ def _bar(label: str, num_tasks: int, work: Path) -> Iterator[None]:
             thread.join()
 
 
-# One task, wherever it runs
+# One task, on any engine
 
 
 class Tasks(PipelineExecutor):  # type: ignore[misc]
-    """A mixin for datatrove's executors, placed before them; `over` sets the tasks."""
+    """Mixin for datatrove's executors, listed before them as a base class; `over` sets the tasks."""
 
-    alone = False  # a task may use every core, because no other runs beside it
+    alone = False  # the only task, which may use every core
 
     def over(self, ranks: range, work: Path) -> Self:
         self.ranks = ranks
@@ -173,7 +177,7 @@ class Tasks(PipelineExecutor):  # type: ignore[misc]
         return self
 
     def wait_for_earlier(self) -> None:
-        """Wait for tasks that outlived the run that started them, if the executor has such."""
+        """Wait for tasks that outlived the run that started them, if the executor can have any."""
 
     def get_incomplete_ranks(self, ranks: Iterable[int] | None = None, skip_completed: bool | None = None) -> list[int]:
         found: list[int] = super().get_incomplete_ranks(self.ranks, skip_completed)
@@ -188,29 +192,29 @@ class Tasks(PipelineExecutor):  # type: ignore[misc]
             # The tasks already share the cores.
             os.environ["TOKENIZERS_PARALLELISM"] = "false"
         for step in self.pipeline:
-            step.stats = Stats(str(step))  # a process reuses its steps for the next task
+            step.stats = Stats(str(step))  # a process reuses the steps for its next task
         with _locked(self.work / "tasks.lock", fcntl.LOCK_SH):
             try:
-                # Not the Ray executor's own method, which logs into a folder that all users share.
+                # Not the Ray executor's own method, which logs into a folder shared by all users.
                 with naming(self.work.parent):
                     return PipelineExecutor._run_for_rank(self, rank, local_rank, node_rank)
             except Exception as error:
-                with suppress(OSError):  # a full disk; the error itself says so
+                with suppress(OSError):  # the disk is full; the error itself reports that
                     write_error(self.work, rank, error)
                 raise
 
 
 @contextmanager
 def only_run(work: Path) -> Iterator[None]:
-    """Keep other runs out of the folder; DataError if one is using it."""
-    problem = f"{work.parent}: another run is preparing documents here; wait for it to end or stop it."
+    """Lock the folder against other runs; DataError if one is using it."""
+    problem = f"{work.parent}: another run is preparing documents here; wait for it to end, or stop it."
     with _locked(work / "run.lock", fcntl.LOCK_EX, seconds=0, problem=problem):
         yield
 
 
 def wait_for_orphans(work: Path) -> None:
-    """Return when no task of a killed run is running any more."""
-    problem = f"{work.parent}: tasks of an earlier run are still running here; wait for them to end or stop them."
+    """Wait until no task of a killed run is running any more."""
+    problem = f"{work.parent}: tasks of an earlier run are still running here; wait for them to end, or stop them."
     with _locked(work / "tasks.lock", fcntl.LOCK_EX, seconds=ORPHAN_SECONDS, problem=problem):
         pass
 
@@ -223,12 +227,12 @@ def completed_tasks(work: Path) -> list[int]:
 
 
 def forget_task(work: Path, rank: int) -> None:
-    """Let a completed task run again."""
+    """Mark a completed task as incomplete."""
     (work / _COMPLETIONS / f"{rank:05d}").unlink()
 
 
 def write_error(work: Path, rank: int, error: Exception) -> None:
-    """Write the message for the caller, and for a bug also the traceback."""
+    """Write the message for the caller; for a bug, also log the traceback."""
     text = explain(error)
     if text is None:
         log = work / "logs" / f"task_{rank:05d}.log"
@@ -261,7 +265,7 @@ def _error_path(work: Path, rank: int) -> Path:
 
 @contextmanager
 def _locked(path: Path, mode: int, *, seconds: float | None = None, problem: str = "") -> Iterator[None]:
-    """Hold a file lock, which ends with the process in any case; DataError(problem) after `seconds`."""
+    """Hold a file lock, which the kernel releases when the process ends; DataError(problem) after `seconds`."""
     deadline = time.monotonic() + (float("inf") if seconds is None else seconds)
     with path.open("a+b") as file:
         while True:
@@ -278,11 +282,11 @@ def _locked(path: Path, mode: int, *, seconds: float | None = None, problem: str
         yield
 
 
-# Tasks in processes of this machine
+# Tasks in local processes
 
 
 class LocalTasks(Tasks, LocalPipelineExecutor):  # type: ignore[misc]
-    """Replaces datatrove's pool, which loads all steps again for every task and hangs when a process dies."""
+    """Replace datatrove's pool, which loads all steps again for every task and hangs when a process dies."""
 
     def run(self) -> None:
         ranks = self.get_incomplete_ranks()
@@ -319,14 +323,14 @@ class LocalTasks(Tasks, LocalPipelineExecutor):  # type: ignore[misc]
 
 
 class _Worker:
-    """The parent's view of a process that runs one task after another."""
+    """The parent's handle of a process that runs one task after another."""
 
     def __init__(self, tasks: LocalTasks) -> None:
         context = multiprocess.get_context("forkserver")
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(target=_serve, args=(tasks, theirs), daemon=True)
         self.process.start()
-        theirs.close()  # so that reading from a dead process ends
+        theirs.close()  # so that reading from a dead process returns
         self.rank = -1
 
     def begin(self, rank: int) -> None:
@@ -350,7 +354,7 @@ class _Worker:
         cause = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
         raise DataError(
             f"the worker process of task {self.rank} {cause}; "
-            "if the machine ran out of memory, set fewer engine.workers."
+            "if the machine ran out of memory, set a lower engine.workers."
         ) from None
 
 
@@ -372,11 +376,11 @@ def _end_with_parent() -> None:
 
 
 def _start_server(steps: Sequence[PipelineStep]) -> None:
-    """Start the server that worker processes are forked from, with all imports done; it ends with this process."""
+    """Start the fork server with all imports done; worker processes are forked from it. It ends with this process."""
     modules: set[Any] = {type(step).__module__ for step in steps}
     multiprocess.set_forkserver_preload(["__main__", __name__, *sorted(modules - {"__main__"})])
-    # Ctrl-C reaches all processes of a terminal, but only this one should react: the others inherit the blocked
-    # signal. The tracker comes first, because starting it unblocks the signal.
+    # Ctrl-C reaches all processes of a terminal, but only this one should react; the others inherit the blocked signal.
+    # The resource tracker is started first, because starting it unblocks the signal.
     resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:

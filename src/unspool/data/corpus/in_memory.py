@@ -1,4 +1,4 @@
-"""A corpus from records of the calling program: texts, token ids, conversations, or rows of a Hugging Face dataset."""
+"""Build a corpus from Python objects: texts, token ids, conversations, or rows of a Hugging Face dataset."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
@@ -21,21 +21,21 @@ from unspool.data.tokenize.chat_template import TEMPLATE_FILE
 from unspool.data.tokenize.encoder import build_encoder, choose_route
 
 IDS = "input_ids"
-_SAMPLED = 256  # records that a fast tokenizer is checked on
+_SAMPLED = 256  # records for the check of a fast tokenizer
 
 
 def build_from_records(
     records: Iterable[Any], out_dir: Path, *, tokenizer: Any, text: str = "text", name: str = "data"
 ) -> dict[str, Any]:
-    """Tokenize `records` into a corpus folder and return its counts; DataError names the first one it cannot use.
+    """Tokenize `records` into a corpus folder and return its counts; DataError names the first unusable record.
 
-    A text gets the tokenizer's BOS and one EOS. Token ids are taken as they are. Of conversations, which the chat
-    template renders, the assistant's tokens are trained on. Empty texts are skipped.
+    A text gets the tokenizer's BOS and one EOS. Token ids are used unchanged. Conversations are rendered with the chat
+    template; only the assistant's tokens are trained on. Empty texts are skipped.
     """
     documents = _documents(records, text, name)
     sample = list(islice(documents, _SAMPLED))
     if not sample:
-        raise DataError(f"{name}: there is no text in it; give texts, token ids, conversations or a dataset of them.")
+        raise DataError(f"{name}: it contains no text; give texts, token ids, conversations or a dataset of them.")
     is_chat = bool(sample[0].messages)
     chat = build_chat_encoder(tokenizer, None, source=name) if is_chat else None
     encoder = build_encoder(tokenizer)
@@ -49,7 +49,9 @@ def build_from_records(
                 for document in batch:
                     mask = None
                     if bool(document.messages) != is_chat:
-                        raise DataError(f"{document.id}: conversations and texts cannot be mixed; pack each by itself.")
+                        raise DataError(
+                            f"{document.id}: conversations and texts cannot be mixed; pack them separately."
+                        )
                     if chat is not None:
                         try:
                             encoded = chat.encode(document.messages)
@@ -60,8 +62,8 @@ def build_from_records(
                         tokens = next(plain) if document.tokens is None else document.tokens
                     if int(tokens.max()) >= len(tokenizer):
                         raise DataError(
-                            f"{document.id}: token {int(tokens.max())} is beyond the tokenizer's {len(tokenizer)}; it "
-                            "was made by another tokenizer."
+                            f"{document.id}: token {int(tokens.max())} is outside the tokenizer's vocabulary of "
+                            f"{len(tokenizer)}; the ids are from another tokenizer."
                         )
                     writer.append(document.id, tokens, mask)
                     lens.append(len(tokens))
@@ -101,7 +103,7 @@ def _document(record: Any, text: str, place: str) -> Document:
         return Document(place, "", messages=parse_conversation({FIELDS[0]: turns}, FIELDS[0]))
     ids = np.asarray(value)
     if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer) or (ids.size and int(ids.min()) < 0):
-        raise Unreadable("not_text", f"a text, a list of token ids or a conversation was expected, not {type(value)}")
+        raise Unreadable("not_text", f"expected a text, a list of token ids or a conversation, not {type(value)}")
     return Document(place, "", tokens=ids.astype(np.uint32) if ids.size else None)
 
 

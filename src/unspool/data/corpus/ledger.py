@@ -1,4 +1,4 @@
-"""Account for every record of a corpus: a document, quarantined, or left out for a counted reason."""
+"""Account for every record of a corpus: kept as a document, quarantined, or skipped for a counted reason."""
 
 import json
 from collections import Counter
@@ -13,7 +13,7 @@ from unspool.data.sources.base import Bad, Document, Filtered, Item
 
 QUARANTINE = "quarantine.jsonl"
 LEFT_OUT = "left_out.jsonl"
-# This many unreadable records, more than readable ones, mean a wrong field or format.
+# If this many records are unreadable, and more than are readable, the field or format is wrong.
 HOPELESS = 1000
 
 
@@ -47,13 +47,13 @@ class Ledger:
             self.left_out += [(item.id, part, reason) for part, reason in item.left_out]
 
     def save(self, path: Path) -> None:
-        """Write the counts of a task, once its documents are written."""
+        """Write the counts of a task, after its documents are written."""
         bad = [[entry.file, entry.record, entry.reason, entry.detail] for entry in self.bad]
         content = {"records": self.records, "filtered": self.filtered, "bad": bad, "left_out": self.left_out}
         path.write_text(json.dumps(content, ensure_ascii=True))
 
     def publish(self, folder: Path) -> None:
-        """Write the lists for people into a corpus folder, unless they are empty."""
+        """Write the readable lists into a corpus folder, unless they are empty."""
         quarantine = [
             {"file": entry.file, "record": entry.record, "reason": entry.reason, "detail": entry.detail}
             for entry in self.bad
@@ -66,7 +66,7 @@ class Ledger:
                 path.write_text("".join(json.dumps(entry, ensure_ascii=False) + "\n" for entry in entries))
 
     def counts(self, *, documents: int) -> dict[str, Any]:
-        """Counts for the manifest. Records that are missing for no other reason were beyond the limit."""
+        """Return the counts for the manifest. Records that are missing for no other reason were beyond the limit."""
         rest = self.records - documents - len(self.bad) - self.filtered.total()
         assert rest >= 0, (self.records, documents, len(self.bad), self.filtered)
         filtered = self.filtered + Counter({"limit": rest})
@@ -79,7 +79,7 @@ class Ledger:
 
 
 def load_ledgers(paths: Iterable[Path]) -> Ledger:
-    """Load the ledgers of several tasks as one, in the order given."""
+    """Load and merge the ledgers of several tasks, in the given order."""
     whole = Ledger()
     for path in paths:
         content = json.loads(path.read_text())
@@ -98,12 +98,12 @@ def check_bad_share(ledger: Ledger, *, name: str, max_bad: float, listed: Path) 
     raise DataError(
         f"corpus {name}: {len(ledger.bad):,} of {ledger.records:,} records ({percent:.3g}%) cannot be read, more than "
         f"max_bad={max_bad:g} allows; {describe_bad(ledger.bad)} All are listed in {listed}. "
-        f"Repair the input or set sources.{name}.max_bad higher; what was already read is kept."
+        f"Repair the input, or raise sources.{name}.max_bad; finished tasks are kept."
     )
 
 
 def describe_bad(bad: list[Bad]) -> str:
-    """Say how many records are bad for which reason, and show the first."""
+    """Describe the number of bad records by reason, and the first one."""
     reasons = Counter(entry.reason for entry in bad).most_common()
     first = bad[0]
     counted = ", ".join(f"{count:,} {reason}" for reason, count in reasons)

@@ -23,7 +23,7 @@ from unspool.data.sources.files import Unreadable
 from unspool.data.tokenize.chat import ChatEncoder
 from unspool.data.tokenize.encoder import Encoder
 
-# Characters that are tokenized, or tokens that are passed on, in one batch.
+# Characters to tokenize, or tokens to pass on, in one batch.
 BATCH_CHARS = 1 << 20
 WORK = "tasks"
 
@@ -45,17 +45,21 @@ def sums_path(folder: Path, rank: int) -> Path:
 
 
 def write_sums(folder: Path, rank: int, *, with_shard: bool = True) -> None:
-    """Write the checksums of a task's files, by which a later run knows that it can use them."""
+    """Write the checksums of a task's files, so that a later run can check them."""
     paths = [sizes_path(folder, rank), ledger_path(folder, rank), *([shard_path(folder, rank)] if with_shard else [])]
     content = {"rank": rank, "files": list_files(folder, [path for path in paths if path.is_file()])}
     write_atomic(sums_path(folder, rank), json.dumps(content))
 
 
 def find_task_damage(folder: Path, rank: int) -> str | None:
-    """What is wrong with the files of a completed task; None if they are as the task wrote them."""
+    """Describe the damage to a completed task's files; None if they are unchanged."""
     try:
         content = json.loads(sums_path(folder, rank).read_text(encoding="utf-8"))
-        return changed_file(folder, content["files"]) if content["rank"] == rank else "its checksums are of another one"
+        return (
+            changed_file(folder, content["files"])
+            if content["rank"] == rank
+            else "its checksums belong to another task"
+        )
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return "its checksums are missing or unreadable"
 
@@ -79,9 +83,9 @@ class SpillRecords(PipelineStep):  # type: ignore[misc]
 
 
 class ReadDocuments(PipelineStep):  # type: ignore[misc]
-    """Task r reads the r-th of a source's tasks and adds every record to the ledger.
+    """Task r reads the r-th task of a source and adds every record to the ledger.
 
-    Conversations are rendered and tokenized here, because those for which this fails go to quarantine.
+    Conversations are rendered and tokenized here, because records for which this fails go to quarantine.
     """
 
     name = "documents"
@@ -124,7 +128,7 @@ class ReadDocuments(PipelineStep):  # type: ignore[misc]
 
 
 class TokenizeDocuments(PipelineStep):  # type: ignore[misc]
-    """Adds each document's tokens, unless it came with tokens."""
+    """Add tokens to each document that has none."""
 
     name = "tokens"
     type = "TOKENIZER"
@@ -154,7 +158,7 @@ class TokenizeDocuments(PipelineStep):  # type: ignore[misc]
 
 
 class WriteDocuments(PipelineStep):  # type: ignore[misc]
-    """Task r writes `docs-r.arrow`, the sizes of its documents and its ledger."""
+    """Task r writes `docs-r.arrow`, its document sizes and its ledger."""
 
     name = "arrow"
     type = "WRITER"
@@ -182,7 +186,7 @@ class WriteDocuments(PipelineStep):  # type: ignore[misc]
                 total += len(tokens)
                 if self.limit is not None and total >= self.limit:
                     break
-        # Not `np.save` to the path: on a full disk it raises an error without a reason.
+        # Not `np.save` with a path: on a full disk its error has no reason.
         buffer = io.BytesIO()
         np.save(buffer, np.array(sizes, dtype=np.int64).reshape(-1, 3))
         sizes_path(self.folder, rank).write_bytes(buffer.getvalue())
@@ -191,7 +195,7 @@ class WriteDocuments(PipelineStep):  # type: ignore[misc]
 
 
 def _render_chat(item: Item, chat: ChatEncoder | None) -> Item:
-    """Render a conversation as text and tokens, or say why that is impossible; other items are returned as they are."""
+    """Render and tokenize a conversation, or return a `Bad` with the reason; other items are returned unchanged."""
     if chat is None or not isinstance(item, Document):
         return item
     try:
@@ -203,7 +207,7 @@ def _render_chat(item: Item, chat: ChatEncoder | None) -> Item:
 
 
 def _check_usable(item: Item, vocabulary: int) -> Item:
-    """Return the item, or why a document that could be read cannot be used."""
+    """Return the item, or a `Bad` for a readable document that cannot be used."""
     if not isinstance(item, Document):
         return item
     if item.tokens is None:
@@ -212,7 +216,10 @@ def _check_usable(item: Item, vocabulary: int) -> Item:
         return Filtered(item.id, "empty")
     if int(item.tokens.max()) >= vocabulary:
         file, _, record = item.id.rpartition(":")
-        detail = f"token {int(item.tokens.max())} is beyond the model's {vocabulary}; it was made for another tokenizer"
+        detail = (
+            f"token {int(item.tokens.max())} is outside the model's vocabulary of {vocabulary}; the document was "
+            "tokenized for another model"
+        )
         return Bad(file, f"record {record}", "foreign_tokens", detail)
     return item
 

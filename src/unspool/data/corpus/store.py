@@ -1,8 +1,8 @@
-"""The Arrow files of a corpus: written in batches, read through a memory map.
+"""Arrow files of a corpus, written in batches and memory-mapped for reading.
 
-Files `docs-00000.arrow` … have the columns id, tokens and, if the source has loss masks, loss_mask; any Arrow reader
-opens them. Any document is found in constant time and returned without a copy, as a read-only view of the file. A file
-is renamed into place when it is complete.
+Files `docs-00000.arrow` … have the columns id, tokens and, if the source has loss masks, loss_mask. Any Arrow reader
+opens them. Finding a document takes constant time; it is returned without a copy, as a read-only view of the file. A
+file is renamed into place when it is complete.
 """
 
 import os
@@ -19,12 +19,12 @@ from unspool.data.packing.row import BATCH_TOKENS
 from unspool.data.packing.store import ArrowFile, open_arrow
 
 _DOCS = pa.schema([("id", pa.string()), ("tokens", pa.large_list(pa.uint32()))])
-# A byte per token, 1 if it is trained on. Without the column all tokens are trained on.
+# A byte per token: 1 if it is trained on. Without the column, all tokens are trained on.
 _MASKED_DOCS = _DOCS.append(pa.field("loss_mask", pa.large_list(pa.uint8())))
 
 
 class CorpusWriter:
-    """Writes the documents of one shard: `with CorpusWriter(path) as writer: writer.append(id, tokens)`.
+    """Write the documents of one shard: `with CorpusWriter(path) as writer: writer.append(id, tokens)`.
 
     If `masked`, every document needs a loss mask.
     """
@@ -70,7 +70,7 @@ class CorpusWriter:
 
 
 class StoredTokens:
-    """A document's tokens or loss mask, read from the file when sliced: `len(tokens)`, `tokens[start:stop]`."""
+    """A document's tokens or loss mask, read from the file on slicing: `len(tokens)`, `tokens[start:stop]`."""
 
     __slots__ = ("_dtype", "_file", "_len", "_offset")
 
@@ -99,12 +99,12 @@ class _Batch(NamedTuple):
 class CorpusReader:
     """The documents of some corpus files, in order: `len`, `reader[i]`, iteration, `lens`, `id(i)`, `stored(i)`.
 
-    `loss_mask(i)` and `stored_mask(i)` are None where all of a document is trained on.
+    `loss_mask(i)` and `stored_mask(i)` are None if the whole document is trained on.
     """
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self._paths = paths
-        self._files: list[BinaryIO] = []  # opened by the first call of `stored`
+        self._files: list[BinaryIO] = []  # opened on the first call of `stored`
         self._first_docs: list[int] = []  # of each file
         # The byte at which each document's tokens and mask begin in its file.
         self._token_starts = self._mask_starts = np.zeros(0, dtype=np.int64)
@@ -128,7 +128,7 @@ class CorpusReader:
 
     @property
     def num_trained(self) -> int:
-        """Tokens with a loss, give or take the first of each document."""
+        """Number of trained tokens, up to the first token of each document."""
         if not self.is_masked:
             return self.num_tokens - len(self)
         return sum(len(batch.tokens) if batch.masks is None else int(batch.masks.sum()) for batch in self._batches)
@@ -150,10 +150,10 @@ class CorpusReader:
         return None if batch.masks is None else batch.masks[batch.offsets[inner] : batch.offsets[inner + 1]]
 
     def stored(self, index: int) -> StoredTokens:
-        """The same as `reader[index]`, but read from the file, for reading a whole corpus in random order.
+        """Return `reader[index]` as a handle that reads from the file, for random access to a whole corpus.
 
-        A mapped page counts as this process's memory, and the kernel maps a megabyte or more around each access, so
-        random access through the map would soon count the whole corpus.
+        A mapped page counts as this process's memory, and the kernel maps a megabyte or more around each access. Random
+        access through the map would soon count the whole corpus as memory.
         """
         return StoredTokens(self._file(index), int(self._token_starts[index]), int(self.lens[index]))
 
@@ -204,7 +204,7 @@ def _view_batch(batch: Any) -> _Batch:
 
 
 def _batch_offsets(path: Path) -> list[tuple[int, int]]:
-    """The byte at which the tokens and the masks of each batch begin in a file; 0 if there are no masks."""
+    """Return the byte offsets of the tokens and masks of each batch in a file; 0 without masks."""
     mapped = pa.memory_map(str(path))
     base = mapped.read_buffer(1).address
     mapped.seek(0)
@@ -225,7 +225,7 @@ def open_corpus(folder: Path) -> CorpusReader:
 
 
 def keep_first(path: Path, count: int) -> None:
-    """Shorten a corpus file to its first `count` documents, if it has more."""
+    """Truncate a corpus file to its first `count` documents, if it has more."""
     reader = CorpusReader([path])
     if count >= len(reader):
         return

@@ -1,1 +1,1 @@
-"""Pack tokenized documents into sequences of a fixed length."""
+"""Pack tokenized documents into rows of a fixed length."""

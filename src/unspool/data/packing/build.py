@@ -1,21 +1,20 @@
-"""Build a dataset: documents of one or more corpora, packed into rows of one length, as an artifact.
+"""Build a dataset: documents of one or more corpora, packed into rows of one length.
 
-Documents are shuffled by the seed, sources follow their shares of tokens, and the counts add up: tokens in the
-corpora + tokens added = tokens in rows + tokens dropped, by reason. Memory holds the order of the documents and a
-batch of rows.
+The seed shuffles the documents, and sources follow their shares of tokens. The counts add up: tokens in the corpora +
+tokens added = tokens in rows + tokens dropped, by reason. Memory holds the order of the documents and a batch of rows.
 
-With several sources the shares hold in tokens with a loss (shares.py); `shares` has them as requested and realized.
+With several sources, the shares count trained tokens (shares.py); `shares` holds requested and realized ones.
 
-Reasons for drops: `unread` documents never drawn (`limit`, or a source of a mix ran out), `last_row` a row that was
-never filled, `limit` the rest of a document when the limit was reached, `cut` the rest of a document under `truncate`,
-`share` the rest of a document that was cut where its source reached its share, `short` and `tail` documents below, and
-rests above, whole rows under `single_doc`, `downsampled` short documents that `upsample` does not keep, `untrained`
-rows without any loss.
+Reasons for dropped tokens: `unread`, documents never drawn (`limit`, or a source of a mix ran out); `last_row`, a row
+that was never filled; `limit`, the rest of a document when the limit was reached; `cut`, the rest of a document under
+`truncate`; `share`, the rest of a document that was cut where its source reached its share; `short` and `tail`, under
+`single_doc`, documents shorter than a row and rests after whole rows; `downsampled`, short documents that `upsample`
+does not keep; `untrained`, rows without any loss.
 
-Further counts: `padding` tokens under `best_fit`, `fill_rate` (share of rows that is not padding), `truncated`
-documents that are not in one row as a whole and `truncation_rate`, `lengths` of the documents as rows hold them (of
-chunks, where a strategy moves them), all this by source; `strategy` with its name and the tokens it added; `upsample`
-with tokens drawn again and dropped; of conversations `trained_tokens` and `untrained_rows`.
+Further counts, all by source: `padding`, tokens under `best_fit`; `fill_rate`, the share of rows that is not padding;
+`truncated`, documents that are not whole in one row, and `truncation_rate`; `lengths` of the documents as rows hold
+them (of chunks, if a strategy moves them). `strategy` has its name and the tokens it added; `upsample` the tokens drawn
+again and dropped; conversations have `trained_tokens` and `untrained_rows`.
 """
 
 import logging
@@ -65,10 +64,10 @@ def build_rows(
     seed: int,
     embed: Embed | None = None,
 ) -> dict[str, Any]:
-    """Make `out_dir` hold rows as `config` says, unless it does already; returns its manifest's counts.
+    """Write the rows of `config` to `out_dir`, unless they are up to date; return the counts of the manifest.
 
-    `corpora` maps source names to corpus folders; `tokenizer` is the one they were made with, unchanged.
-    `embed` makes vectors of texts, for `negatives` with `retriever: embeddings` only.
+    `corpora` maps source names to corpus folders; `tokenizer` is the unchanged tokenizer of these corpora. `embed`
+    computes embeddings of texts, for `negatives` with `retriever: embeddings` only.
     """
     name = out_dir.name
     inputs = {f"corpus {source}": _corpus_digest(corpora[source]) for source in config.shares}
@@ -76,13 +75,13 @@ def build_rows(
         inputs["embeddings"] = embed.digest
     if any(strategy.uses_tokenizer for strategy in config.strategies):
         inputs["tokenizer"] = build_encoder(tokenizer).digest
-    # Left out by default, so that datasets from before the key stay up to date.
+    # Omitted when it is the default, so that datasets from before this key stay up to date.
     unset = {"max_epochs"} if config.max_epochs == 1 else set()
     dumped = config.model_dump(mode="json", by_alias=True, exclude=unset)
     settings: dict[str, Any] = {"dataset": dumped, "name": name, "seed": seed}
     if len(config.shares) > 1:
         settings["shares_of"] = "trained tokens"
-    # No label asks for it and no document sees it, so without EOS any token will do.
+    # Padding is never a prediction target and no document sees it, so without EOS any token will do.
     pad = tokenizer.eos_token_id or 0
     if config.packing == "best_fit":
         settings["padding"] = pad
@@ -119,13 +118,13 @@ def build_rows(
     if order.ran_out and not was_limited and "unread" in draft.counts["dropped"]:
         unread = format_count(draft.counts["dropped"]["unread"])
         logger.warning(
-            f"dataset {name}: source {order.ran_out} ran out; {unread} tokens stay unused to keep the shares"
+            f"dataset {name}: source {order.ran_out} ran out; {unread} tokens are not used, to keep the shares"
         )
     return draft.counts
 
 
 def _row_builder(config: DatasetConfig, inputs: PackingInputs) -> RowBuilder:
-    """How rows are filled: as the strategy says that moves chunks, else as `packing` says."""
+    """Return the row builder: that of the strategy that moves chunks, else that of `packing`."""
     builder = config.chunk_strategy and config.chunk_strategy.build(config, inputs)
     return builder or RowBuilder(
         pack=partial(PACKERS[config.packing], pad=inputs.pad), masked=inputs.is_masked or config.packing == "best_fit"
@@ -133,7 +132,7 @@ def _row_builder(config: DatasetConfig, inputs: PackingInputs) -> RowBuilder:
 
 
 def _finish(config: DatasetConfig, inputs: PackingInputs) -> Finish:
-    """What happens to packed rows: chunks move, then `attention` overrides, then all other strategies."""
+    """Return the changes to packed rows: chunks move, then `attention` overrides, then all other strategies."""
     ordered = sorted(config.strategies, key=lambda strategy: not strategy.moves_chunks)
     steps = [(strategy.moves_chunks, strategy.finish(config, inputs)) for strategy in ordered]
 
@@ -156,10 +155,11 @@ def _write_rows(
     num_rows = 0
     pieces = Lengths()
     is_masked = any(reader.is_masked for reader in order.readers.values())
-    trained: list[int] = []  # tokens of each row
+    trained: list[int] = []  # trained tokens of each row
     sets_positions = any(strategy.sets_positions for strategy in config.strategies)
     writer_options = {"masked": builder.masked, "pieced": builder.chunked, "placed": sets_positions}
-    # The packer is closed before the counts are taken: stopped by the limit, it then counts what it still holds.
+    # Close the packer before taking the counts: if the limit stopped it, it then counts the documents that it still
+    # holds.
     with (
         RowWriter(folder, row_len=config.seq_len, **writer_options) as writer,
         closing(_pack(config, order, builder.pack, tally)) as rows,
@@ -186,7 +186,7 @@ def _write_rows(
 
 def _pack(config: DatasetConfig, order: Order, pack: Packer, tally: Tally) -> RowStream:
     if (config.upsample or config.max_epochs > 1) and config.packing == "best_fit":
-        # Best fit looks far ahead and puts equal lengths together, so copies of a document would meet in a row.
+        # Best fit plans many documents at a time and groups equal lengths, so copies of a document would share a row.
         for stretch in order.stretches():
             yield from pack(stretch, config.seq_len, tally)
     else:
@@ -198,15 +198,15 @@ def _most_rows(config: DatasetConfig) -> int | None:
 
 
 def _check_suffices(config: DatasetConfig, shares: ShareKeeper, name: str, builder: RowBuilder) -> None:
-    """Refuse before any work what sources cannot give even if no token is lost."""
+    """Reject, before any work, shares that the sources cannot reach even if no token is lost."""
     if builder.borrows:
         return
     for source in shares.sources:
         if not source.left:
             of_length = f" of {format_size(config.seq_len)} tokens" if config.packing == "single_doc" else ""
             raise DataError(
-                f"dataset {name}: source {source.name} has no document{of_length} that packing: {config.packing} could "
-                f"use for its share of {source.goal:.3g}; add text, use a shorter seq_len, or leave the source out."
+                f"dataset {name}: source {source.name} has no document{of_length} that packing: {config.packing} can "
+                f"use for its share of {source.goal:.3g}; add text, use a shorter seq_len, or remove the source."
             )
     most = _most_rows(config)
     if most and shares.missing[1] > TOLERANCE * shares.missing[0].goal * most * config.seq_len:
@@ -214,23 +214,23 @@ def _check_suffices(config: DatasetConfig, shares: ShareKeeper, name: str, build
 
 
 def _check_survived(config: DatasetConfig, counts: Mapping[str, Any], name: str, source: str) -> None:
-    """Refuse a dataset that ended far from its shares, because rows kept next to nothing of the source that ran out."""
+    """Reject a dataset that ended far from its shares, because rows kept almost nothing of the source that ran out."""
     share = counts["shares"][source]
     if share["requested"] - share["realized"] > TOLERANCE + 1 / counts["rows"]:
         raise DataError(
-            f"dataset {name}: all of source {source} gives {share['trained_tokens']:,} trained tokens in packing: "
-            f"{config.packing}, a share of {share['realized']:.3g} instead of {share['requested']:.3g}; use a greater "
+            f"dataset {name}: source {source} has only {share['trained_tokens']:,} trained tokens with packing: "
+            f"{config.packing}, a share of {share['realized']:.3g} instead of {share['requested']:.3g}; use a larger "
             "seq_len, packing: best_fit, max_epochs, or a lower share."
         )
 
 
 def _ran_out(config: DatasetConfig, shares: ShareKeeper, name: str, builder: RowBuilder) -> str:
-    """Which source has too few tokens for its share of the limit, how many are missing, and what can be done."""
+    """Describe which source has too few tokens for its share of the limit, how many are missing, and what to do."""
     assert config.limit is not None
     if builder.borrows:
         tokens = shares.num_rows * config.seq_len
         return (
-            f"dataset {name}: documents of at least {builder.min_doc_len} tokens give {format_count(tokens)} tokens of "
+            f"dataset {name}: documents of at least {builder.min_doc_len} tokens make {format_count(tokens)} tokens of "
             f"rows, and limit is {format_size(config.limit)}. Set max_epochs: "
             f"{math.ceil(config.max_epochs * config.limit / max(1, tokens))} to repeat them, add text, or set "
             f"limit: {tokens}."
@@ -239,11 +239,11 @@ def _ran_out(config: DatasetConfig, shares: ShareKeeper, name: str, builder: Row
     needed = source.goal * shares.limit_tokens
     has = max(1.0, needed - missing)
     epochs = math.ceil(config.max_epochs * needed / has)
-    costly = f" (beyond {MOST_EPOCHS:g} times little is learnt)" if epochs > MOST_EPOCHS else ""
+    costly = f" (repetitions beyond {MOST_EPOCHS:g} add little)" if epochs > MOST_EPOCHS else ""
     share = source.goal * has / needed
     return (
-        f"dataset {name}: source {source.name} runs out: its share of {source.goal:.3g} in {format_size(config.limit)} "
-        f"tokens takes {format_count(round(needed))} trained tokens, and it gives about {format_count(round(has))}; "
+        f"dataset {name}: source {source.name} runs out: its share of {source.goal:.3g} of {format_size(config.limit)} "
+        f"tokens needs {format_count(round(needed))} trained tokens, and it has about {format_count(round(has))}; "
         f"about {format_count(round(missing))} are missing. Set max_epochs: {epochs} to repeat it{costly}, lower its "
         f"share to {math.floor(1000 * share) / 1000:g}, add text, or set limit: {int(config.limit * has / needed)}."
     )
@@ -255,7 +255,7 @@ def _report_shares(name: str, shares: Mapping[str, Mapping[str, float]]) -> None
     worst = max(off, key=lambda source: off[source])
     if off[worst] > TOLERANCE:
         logger.warning(
-            f"dataset {name}: the share of source {worst} is off by {off[worst]:.2%}; there are too few rows, or too "
+            f"dataset {name}: the share of source {worst} is off by {off[worst]:.2%}; there are too few rows or too "
             "little text, for shares this exact"
         )
 
@@ -269,11 +269,11 @@ def _counts(
     config: DatasetConfig, order: Order, builder: RowBuilder, tally: Tally, num_rows: int, pieces: Lengths
 ) -> dict[str, Any]:
     row_tokens = num_rows * config.seq_len
-    # Under `fit` those given back are not the last; there the stream ends with the limit, so they are few.
+    # Under `fit`, documents given back are not the last ones. The stream then ends with the limit, so they are few.
     drawn = order.drawn(0 if config.packing == "best_fit" else tally.given_back)
     for name, entry in drawn.items():
         tally.drop("downsampled", name, entry.dropped)
-        # What was given back is among the unread already.
+        # Documents given back are already counted as unread.
         tally.drop("unread", name, order.readers[name].num_tokens - entry.dropped - entry.read + entry.again)
     tokens_in = sum(reader.num_tokens for reader in order.readers.values())
     again = sum(entry.again for entry in drawn.values())
@@ -329,7 +329,7 @@ def _source_counts(reader: CorpusReader, tally: Tally, name: str, drawn: Drawn) 
 
 
 def _upsample_counts(drawn: Mapping[str, Drawn], readers: Mapping[str, CorpusReader]) -> dict[str, Any]:
-    """The share before is that of the same mix of sources without upsampling."""
+    """`before` is the share in the same mix of sources without upsampling."""
     used = sum(entry.used for entry in drawn.values())
     before = sum(entry.used * entry.long_in / max(1, readers[name].num_tokens) for name, entry in drawn.items())
     return {
@@ -352,8 +352,8 @@ def _too_little(config: DatasetConfig, readers: Mapping[str, CorpusReader], drop
     length = format_size(config.seq_len)
     if "untrained" in dropped:
         return (
-            f"no row of {length} holds a token that is trained on, because the assistant's words come later in its "
-            "conversations; use a greater seq_len or packing: best_fit."
+            f"no row of {length} holds a trained token, because the assistant's messages come later in the "
+            "conversations; use a larger seq_len or packing: best_fit."
         )
     if config.packing == "single_doc":
         longest = {source: int(reader.lens.max(initial=0)) for source, reader in readers.items()}
@@ -366,7 +366,7 @@ def _too_little(config: DatasetConfig, readers: Mapping[str, CorpusReader], drop
     if config.upsample and config.upsample.keep < 1:
         above = format_size(config.upsample.above)
         return (
-            f"of {tokens} tokens, those that upsample keeps do not fill one row of {length}; "
+            f"of {tokens} tokens, upsample keeps too few to fill one row of {length}; "
             f"keep more of the documents below {above}, or use a shorter seq_len."
         )
     return f"{tokens} tokens do not fill one row of {length}; add text or use a shorter seq_len."

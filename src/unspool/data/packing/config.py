@@ -1,4 +1,4 @@
-"""The `datasets` of a recipe: how documents become packed sequences."""
+"""The `datasets` of a recipe: how documents become packed rows."""
 
 from typing import Annotated, Any, Literal, get_args
 
@@ -29,7 +29,7 @@ class ReplaceConfig(Config):
 
 
 class DatasetConfig(Config):
-    """Packed sequences of one length, made from documents."""
+    """Packed rows of one length, made from documents."""
 
     from_: str | dict[str, float] = Field(
         alias="from",
@@ -64,17 +64,17 @@ class DatasetConfig(Config):
 
     @property
     def strategies(self) -> list[StrategyConfig]:
-        """The strategies that are set, in the order of the registry."""
+        """Return the strategies that are set, in the order of the registry."""
         return [found for name in STRATEGIES if (found := getattr(self, name, None)) is not None]
 
     @property
     def chunk_strategy(self) -> StrategyConfig | None:
-        """The strategy that puts chunks of one document in several places, if one is set."""
+        """Return the strategy that moves chunks of documents, if one is set."""
         return next((strategy for strategy in self.strategies if strategy.moves_chunks), None)
 
     @property
     def shares(self) -> dict[str, float]:
-        """Each source's share of tokens, in arbitrary units."""
+        """Return each source's share of tokens, in arbitrary units."""
         shares = {self.from_: 1.0} if isinstance(self.from_, str) else self.from_
         if self.replace is None:
             return shares
@@ -83,7 +83,7 @@ class DatasetConfig(Config):
 
     @property
     def max_doc_len(self) -> int | None:
-        """Longer documents are cut into several before anything else."""
+        """Return the length above which documents are first cut into several."""
         return self.chunk_strategy.max_doc_len if self.chunk_strategy else None
 
     @field_validator("from_", mode="before")
@@ -102,27 +102,29 @@ class DatasetConfig(Config):
     def _fits_together(self) -> "DatasetConfig":
         chosen = [strategy.name for strategy in self.strategies if strategy.moves_chunks]
         if len(chosen) > 1:
-            raise ValueError(f"{' and '.join(chosen)} both decide where chunks go; keep one, or use two datasets")
+            raise ValueError(f"{' and '.join(chosen)} both move chunks; keep one, or use two datasets")
         if chosen and self.packing == "single_doc":
             raise ValueError(
-                f"packing: single_doc puts one document in a row, so {chosen[0]} has nothing to mix; use concat or "
+                f"packing: single_doc puts one document in a row, so {chosen[0]} has no chunks to mix; use concat or "
                 "truncate"
             )
         if chosen and self.packing == "best_fit":
-            raise ValueError(f"packing: best_fit leaves padding, which {chosen[0]} cannot use; use concat or truncate")
+            raise ValueError(
+                f"packing: best_fit leaves padding, which {chosen[0]} does not support; use concat or truncate"
+            )
         if chosen and self.attention == "intra_document":
             raise ValueError(
-                f"attention: intra_document hides the earlier chunks of a document, which {chosen[0]} makes the model "
-                f"look back at; leave attention out, or pack without {chosen[0]}"
+                f"attention: intra_document hides the earlier chunks of a document, but {chosen[0]} trains the model "
+                f"to attend to them; remove attention, or pack without {chosen[0]}"
             )
         for strategy in self.strategies:
             strategy.check(self)
         if self.replace and self.replace.with_ in ([self.from_] if isinstance(self.from_, str) else self.from_):
-            raise ValueError(f"replace.with is {self.replace.with_!r}, which from names already; name another source")
+            raise ValueError(f"replace.with is {self.replace.with_!r}, which is already in from; use another source")
         return self
 
 
-# A strategy is a field of `DatasetConfig`; these are all of them, and those that were registered later.
+# A strategy is a field of `DatasetConfig`. These are the built-in ones; registered ones are added.
 STRATEGIES: dict[str, type[StrategyConfig]] = {
     option.name: option
     for field in DatasetConfig.model_fields.values()
@@ -132,7 +134,7 @@ STRATEGIES: dict[str, type[StrategyConfig]] = {
 
 
 def register_strategy(strategy: type[StrategyConfig]) -> type[StrategyConfig]:
-    """Add a strategy, so that the datasets of recipes may have its key; usable as a class decorator."""
+    """Register a strategy, so that datasets may have its key; usable as a class decorator."""
     register(STRATEGIES, strategy.name, strategy, kind="strategy")
     annotation: Any = strategy | None
     DatasetConfig.__pydantic_fields__[strategy.name] = FieldInfo(annotation=annotation, default=None)
@@ -140,5 +142,5 @@ def register_strategy(strategy: type[StrategyConfig]) -> type[StrategyConfig]:
     return strategy
 
 
-# A dataset with the strategies that are registered when it is read.
+# A dataset with all strategies that are registered at validation.
 AnyDataset = Annotated[DatasetConfig, Current(DatasetConfig)]

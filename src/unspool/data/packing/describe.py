@@ -1,4 +1,4 @@
-"""How a dataset was packed, in words, from its settings as a recipe or a manifest records them."""
+"""Describe how a dataset was packed, from its settings in a recipe or manifest."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from unspool.data.packing.config import STRATEGIES
 from unspool.data.strategies.base import StrategyConfig
 
-# Modes with a meaning for viewers: one continues documents in the next row, one pads rows at their end.
+# Modes that matter to viewers: one continues documents in the next row, one pads rows at the end.
 CONTINUING_MODE, PADDING_MODE = "concat", "best_fit"
 
 
@@ -17,7 +17,7 @@ def packing_mode(settings: Mapping[str, Any]) -> str:
 
 
 def recorded_strategies(settings: Mapping[str, Any]) -> list[StrategyConfig]:
-    """The strategies of a dataset; settings that this version rejects are taken without validation."""
+    """Return the strategies of a dataset; settings that this version rejects are used without validation."""
     found = []
     for name, strategy in STRATEGIES.items():
         given = settings.get(name)
@@ -36,12 +36,12 @@ def strategy_titles(settings: Mapping[str, Any]) -> list[str]:
 
 
 def describe_shares(shares: Mapping[str, Mapping[str, float]]) -> str:
-    """The sources of a dataset with their realized and requested shares of trained tokens, from its counts."""
+    """Describe the realized and requested shares of trained tokens by source, from a dataset's counts."""
     return ", ".join(f"{name} {of['realized']:.2%} (requested {of['requested']:.2%})" for name, of in shares.items())
 
 
 def summarize_packing(settings: Mapping[str, Any]) -> list[str]:
-    """The packing mode of a dataset and its strategies, one phrase each."""
+    """Describe the packing mode and the strategies of a dataset, one phrase each."""
     phrases = [packing_mode(settings), *(strategy.summary() for strategy in recorded_strategies(settings))]
     replaced = settings.get("replace")
     phrases += [f"a share of {replaced.get('with')}"] if isinstance(replaced, dict) else []

@@ -1,9 +1,9 @@
-"""Packed rows in formats of others: Arrow and Parquet for `datasets`, MDS for `streaming`, Megatron's .bin and .idx.
+"""Write packed rows for other libraries: Arrow and Parquet (`datasets`), MDS (`streaming`), Megatron's .bin and .idx.
 
-Each holds what its readers can use. Arrow and Parquet have the columns of `row_columns`. MDS has those of ProLong's
-data: `indices`, the [start, end) of what attends to itself, and `mask`, 0 where a token is no prediction target.
-Megatron's files hold tokens and two levels of boundaries: a document there is a row here, and a sequence there is a
-document here. A warning names what they leave out.
+Each format holds what its readers can use. Arrow and Parquet have the columns of `row_columns`. MDS has those of
+ProLong's data: `indices`, the [start, end) of each part that attends to itself, and `mask`, 0 for a token that is not a
+prediction target. Megatron's files hold tokens and two levels of boundaries: a Megatron document is a row, and a
+Megatron sequence is a document. A warning lists what a format omits.
 """
 
 import json
@@ -25,20 +25,20 @@ from unspool.data.packing.store import RowSet, open_rows
 
 logger = logging.getLogger(__name__)
 
-# Says which rows a folder holds. Hidden, since some readers take every other file of a folder for data.
+# Records which rows a folder holds. Hidden, since some readers take every other file of a folder for data.
 MARK = ".unspool.json"
 MDS_SHARD_BYTES = 1 << 26
 MEGATRON_HEADER = b"MMIDIDX\x00\x00"
-# Megatron's codes of the two types that it uses for tokens.
+# Megatron's codes of its two token types.
 _UINT16, _INT32 = 8, 4
 _UINT16_TOKENS = 65_500
 
 
 def row_columns(row: Row) -> dict[str, np.ndarray]:
-    """One row as stock trainers name its parts.
+    """Return one row with the column names of stock trainers.
 
     `input_ids`, `labels` (not shifted; -100 where there is no loss), `position_ids`, and `seq_lengths`: the lengths of
-    what attends to itself.
+    the parts that attend only to themselves.
     """
     attended = attended_lens(row.doc_lens, row.attention)
     shifted = labels(row.tokens, row.doc_lens, row.loss_mask)
@@ -51,14 +51,14 @@ def row_columns(row: Row) -> dict[str, np.ndarray]:
 
 
 def write_format(rows_dir: Path, out_dir: Path, name: str) -> bool:
-    """Write the rows of a folder in another format, unless that is there already; returns whether it was written."""
-    write = lookup(FORMATS, name, kind="--format")
+    """Write the rows of a folder in another format, unless up to date; return whether it was written."""
+    write = lookup(FORMATS, name, kind="`format`")
     mark = {"format": name, "rows": (read_manifest(rows_dir) or {}).get("sha256")}
     found = _read_mark(out_dir)
     if found == mark:
         return False
     if out_dir.exists() and found is None and (not out_dir.is_dir() or any(out_dir.iterdir())):
-        raise ConfigError(f"{out_dir} exists and holds other files; give a new folder, so that none are lost.")
+        raise ConfigError(f"{out_dir} exists and holds other files; give a new folder, so that no files are lost.")
     partial = out_dir.with_name(out_dir.name + ".partial")
     with naming(out_dir):
         remove(partial)
@@ -85,7 +85,7 @@ _SCHEMA = pa.schema([(name, pa.list_(pa.int32())) for name in _COLUMNS])
 
 
 def _tables(rows: RowSet) -> Iterator[Any]:
-    """Some rows at a time, with the columns of `row_columns`."""
+    """Yield batches of rows with the columns of `row_columns`."""
     at_once = max(1, BATCH_TOKENS // rows.row_len)
     for first in range(0, len(rows), at_once):
         found = [row_columns(rows[index]) for index in range(first, min(first + at_once, len(rows)))]
@@ -100,7 +100,7 @@ def _write_parquet(rows: RowSet, folder: Path) -> None:
 
 
 def _write_arrow(rows: RowSet, folder: Path) -> None:
-    """A folder for `datasets.load_from_disk`."""
+    """Write a folder for `datasets.load_from_disk`."""
     file = "data-00000-of-00001.arrow"
     with pa.OSFile(str(folder / file), "wb") as sink, pa.ipc.new_stream(sink, _SCHEMA) as writer:
         for table in _tables(rows):
@@ -124,7 +124,7 @@ def _write_arrow(rows: RowSet, folder: Path) -> None:
 
 
 def _write_mds(rows: RowSet, folder: Path) -> None:
-    """Shards of `streaming`'s MDS format, version 2, uncompressed."""
+    """Write shards of `streaming`'s MDS format, version 2, uncompressed."""
     length = rows.row_len
     columns = {"indices": "ndarray:uint32", "input_ids": f"ndarray:uint32:{length}", "mask": f"ndarray:uint8:{length}"}
     sizes: list[int | None] = [None, 4 * length, length]
@@ -161,7 +161,7 @@ def _mds_sample(row: Row, *, with_positions: bool) -> bytes:
     found = row_columns(row)
     ends = np.cumsum(found["seq_lengths"])
     spans = np.stack([ends - found["seq_lengths"], ends], axis=1).astype(np.uint32)
-    # Of an array whose shape varies, the number of dimensions and the width of their sizes come first.
+    # For an array of variable shape, the number of dimensions and the width of their sizes come first.
     indices = bytes([2 << 2 | 2]) + np.array(spans.shape, np.uint32).tobytes() + spans.tobytes()
     mask = (found["labels"] != IGNORE).astype(np.uint8)
     parts = [indices, row.tokens.astype(np.uint32).tobytes(), mask.tobytes()]
@@ -174,7 +174,7 @@ def _mds_sample(row: Row, *, with_positions: bool) -> bytes:
 
 
 def _write_megatron(rows: RowSet, folder: Path) -> None:
-    """`data.bin` and `data.idx` for Megatron's `IndexedDataset`: a sequence per document, a document per row."""
+    """Write `data.bin` and `data.idx` for Megatron's `IndexedDataset`: a sequence per document, a document per row."""
     lost: set[str] = set()
     lens: list[np.ndarray] = []
     highest = max(int(rows[index].tokens.max()) for index in range(len(rows)))
@@ -193,11 +193,11 @@ def _write_megatron(rows: RowSet, folder: Path) -> None:
         for array in (lengths, pointers, documents):
             sink.write(array.tobytes())
     logger.warning(
-        "--format megatron: Megatron cuts its samples across rows; train with --reset-position-ids, "
+        "`format='megatron'`: Megatron cuts its samples across rows; train with --reset-position-ids, "
         "--reset-attention-mask and --eod-mask-loss to keep documents apart"
     )
     if lost:
-        logger.warning(f"--format megatron: the format has no place for {' and '.join(sorted(lost))}, which are lost")
+        logger.warning(f"`format='megatron'`: the format cannot store {' and '.join(sorted(lost))}; they are lost")
 
 
 def _lost_by_megatron(row: Row) -> set[str]:

@@ -1,4 +1,4 @@
-"""Published mixtures of sources, by the name that `from: mix:NAME` gives them: shares of tokens by source."""
+"""Published mixtures of sources by name, for `from: mix:NAME`: shares of tokens by source."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,8 +6,8 @@ from typing import Any
 from unspool.core.config import did_you_mean
 
 MIX_PREFIX = "mix:"
-# ProLong's short documents. The paper and the released training script have the same numbers, but the script gives
-# Tulu's to Wikipedia and Wikipedia's to Tulu.
+# ProLong's short documents. The paper and the released training script have the same numbers, but the script swaps
+# those of Tulu and Wikipedia.
 KNOWN_MIXES: dict[str, Mapping[str, float]] = {
     # Table 9, the final model, in percent.
     "shortmix": {
@@ -43,10 +43,10 @@ KNOWN_MIXES: dict[str, Mapping[str, float]] = {
 
 
 def expand_mix(given: Any) -> Any:
-    """Return the shares that `mix:NAME` stands for, and everything else as it is; ValueError for an unknown name."""
+    """Replace `mix:NAME` with its shares and return anything else unchanged; ValueError for an unknown name."""
     if not isinstance(given, str) or not given.startswith(MIX_PREFIX):
         return given
     name = given.removeprefix(MIX_PREFIX)
     if name not in KNOWN_MIXES:
-        raise ValueError(f"no mix is called {name!r}{did_you_mean(name, KNOWN_MIXES)} Known: {', '.join(KNOWN_MIXES)}")
+        raise ValueError(f"mix {name!r} is not known{did_you_mean(name, KNOWN_MIXES)} Known: {', '.join(KNOWN_MIXES)}")
     return dict(KNOWN_MIXES[name])

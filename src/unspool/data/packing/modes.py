@@ -1,6 +1,6 @@
-"""Packing modes: which part of which document goes into which row, planned from lengths alone.
+"""Packing modes: assign parts of documents to rows, from lengths alone.
 
-For every document, its length = tokens in rows + drops + rest. All rows have exactly `row_len` tokens, and nothing is
+For every document, length = tokens in rows + drops + rest. All rows have exactly `row_len` tokens, and nothing is
 random. Only `best_fit` loops in Python, once for all documents of one length that enter one row.
 """
 
@@ -17,8 +17,8 @@ PADDING = -1
 class Pieces:
     """Contiguous parts of documents, all arrays int64."""
 
-    docs: np.ndarray  # which of the documents given; PADDING for none
-    starts: np.ndarray  # in the document
+    docs: np.ndarray  # index of the document; PADDING for none
+    starts: np.ndarray  # offset in the document
     lens: np.ndarray
 
     def __getitem__(self, which: slice | np.ndarray) -> "Pieces":
@@ -32,8 +32,8 @@ class Pieces:
 @dataclass(frozen=True, slots=True)
 class Layout:
     pieces: Pieces  # row by row
-    per_row: np.ndarray  # how many pieces each row has
-    rest: Pieces  # belongs in front of the documents that are laid out next
+    per_row: np.ndarray  # number of pieces in each row
+    rest: Pieces  # to put in front of the next documents
     drops: dict[str, np.ndarray]  # reason: tokens of each document
     padded: bool = False  # whether rows of this mode may hold padding
 
@@ -58,7 +58,7 @@ def lay_concat(lens: np.ndarray, row_len: int, is_last: bool) -> Layout:
 def lay_truncate(lens: np.ndarray, row_len: int, is_last: bool) -> Layout:
     ends = np.cumsum(lens)
     begins = ends - lens
-    # The document that fills a row, for a row that would begin with each of them.
+    # For each document: the document that fills a row which begins with it.
     fills = np.searchsorted(ends, begins + row_len).tolist()
     fillers: list[int] = []
     first = 0
@@ -87,7 +87,7 @@ def lay_best_fit(lens: np.ndarray, row_len: int, is_last: bool) -> Layout:
     room = row_len - _sums(rows, placed.lens, num_rows)
     rest = placed[:0]
     if num_rows and not is_last:
-        # The emptiest row tries again with the documents to come; returning more could go on for ever.
+        # The emptiest row is planned again with the next documents; returning more rows could go on forever.
         back = int(np.argmax(room))
         rest = placed[rows == back]
         placed, rows = placed[rows != back], rows[rows != back]
@@ -101,7 +101,7 @@ def lay_best_fit(lens: np.ndarray, row_len: int, is_last: bool) -> Layout:
     )
     places = _spread(len(full.docs) + len(room))
     row_of = places[np.concatenate([np.arange(len(full.docs)), len(full.docs) + rows, len(full.docs) + padded])]
-    # Documents within a row stay in the order drawn, and padding comes last.
+    # Documents keep their order within a row, and padding comes last.
     order = np.lexsort((np.where(pieces.docs < 0, len(lens), pieces.docs), row_of))
     return Layout(pieces[order], np.bincount(row_of, minlength=len(places)), rest, {}, padded=True)
 
@@ -116,10 +116,10 @@ PLANNERS: dict[str, Planner] = {
 
 
 def best_fit(lens: np.ndarray, row_len: int) -> tuple[np.ndarray, int]:
-    """Best-fit decreasing: the row of each length, and how many rows there are.
+    """Best-fit decreasing: return the row of each length, and the number of rows.
 
-    The longest goes first, always into the fullest row that has room for it. A row that took one and still
-    has room for another of that length is then the fullest, so equal lengths go in together.
+    The longest goes first, always into the fullest row with enough space. A row that took one and has space for another
+    of that length is then the fullest, so equal lengths are placed together.
     """
     order = np.argsort(-lens, kind="stable")
     values, counts = np.unique(lens, return_counts=True)
@@ -155,16 +155,16 @@ def best_fit(lens: np.ndarray, row_len: int) -> tuple[np.ndarray, int]:
 
 
 def _spread(count: int) -> np.ndarray:
-    """A place for each row, so that the first rows are from everywhere; best-fit opens them by length.
+    """Return a position for each row that mixes lengths, because best-fit opens rows by length.
 
-    Steps of the golden section cut a circle most evenly, wherever one stops.
+    Steps of the golden section divide a circle most evenly, after any number of steps.
     """
     angles = (np.arange(count, dtype=np.uint64) * np.uint64(0x9E3779B9)) & np.uint64(0xFFFFFFFF)
     return np.argsort(np.argsort(angles, kind="stable"))
 
 
 def _full_rows(lens: np.ndarray, row_len: int) -> tuple[Pieces, np.ndarray]:
-    """The rows that documents fill alone, and what is left of each document."""
+    """Return the rows that single documents fill, and the rest of each document."""
     counts = lens // row_len
     docs = np.repeat(np.arange(len(lens)), counts)
     starts = (np.arange(len(docs)) - np.repeat(np.cumsum(counts) - counts, counts)) * row_len
@@ -174,14 +174,14 @@ def _full_rows(lens: np.ndarray, row_len: int) -> tuple[Pieces, np.ndarray]:
 def _finish(
     pieces: Pieces, per_row: np.ndarray, rest: Pieces, drops: dict[str, np.ndarray], is_last: bool, num_docs: int
 ) -> Layout:
-    """The row that is not full waits for more documents, or is dropped if there are none."""
+    """Keep the last, partly filled row for more documents, or drop it if there are none."""
     if not is_last:
         return Layout(pieces, per_row, rest, drops)
     return Layout(pieces, per_row, rest[:0], drops | {"last_row": rest.tokens_by_doc(num_docs)})
 
 
 def _sums(keys: np.ndarray, values: np.ndarray, size: int) -> np.ndarray:
-    """The values of each key, added up; exact, as no sum reaches 2**53."""
+    """Sum values by key; exact, since no sum reaches 2**53."""
     return np.bincount(keys, weights=values, minlength=size).astype(np.int64)
 
 

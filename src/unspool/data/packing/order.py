@@ -1,8 +1,8 @@
 """The order in which documents are packed: shuffled by the seed, sources by their shares of trained tokens.
 
 Without `limit`, every document is drawn as often as planned, or until a source of a mix runs out. The order within a
-source does not depend on how rows are filled; which source comes next does (shares.py). Memory holds a few numbers for
-every use of a document, never its tokens.
+source does not depend on how rows are filled, but the order of sources does (shares.py). Memory holds a few numbers per
+use of a document, never its tokens.
 """
 
 from array import array
@@ -20,27 +20,27 @@ from unspool.data.packing.shares import ShareKeeper, SourceShare
 from unspool.data.strategies.base import RowBuilder
 from unspool.data.strategies.upsample import draw_uses, is_again, spread
 
-# Source, document, start and stop: a document, or the part of one that counts as one (`longest`); and the tokens after
-# it that are cut off to keep the shares.
+# Source, document, start and stop of a document or of a part that counts as one (`longest`), and the number of tokens
+# after it that are cut off to keep the shares.
 Span = tuple[int, int, int, int, int]
 
 
 class Drawn(NamedTuple):
-    """What was drawn from one source, in tokens."""
+    """Tokens drawn from one source."""
 
-    read: int  # all of them
-    used: int  # those that were not given back
-    again: int  # of those used, of documents that had been used before
-    long: int  # of those used, of documents that upsampling calls long
-    long_in: int  # of such documents in the corpus
-    dropped: int  # of documents that upsampling leaves out
+    read: int  # all drawn
+    used: int  # not given back
+    again: int  # of `used`: in documents that were used before
+    long: int  # of `used`: in documents that upsampling calls long
+    long_in: int  # in long documents of the corpus
+    dropped: int  # in documents that upsampling drops
 
 
 class Order:
-    """The documents of all sources in packing order. It can be gone through once.
+    """The documents of all sources in packing order; iterable once.
 
-    `builder` says what its rows need. `most_rows` is the limit. With several sources, `tally.shares` says which one
-    gives the next document, and documents that are cut to keep the shares are counted in the tally.
+    `builder` describes the needs of its rows, and `most_rows` is the limit. With several sources, `tally.shares`
+    chooses the source of the next document. The tally counts documents that are cut to keep the shares.
     """
 
     def __init__(
@@ -57,13 +57,13 @@ class Order:
         rng = rng_for(seed, "rows", name)
         self.readers = readers
         self.ran_out: str | None = None  # the source that ended the stream
-        self._sources_read = array("H")  # of the documents drawn, in order
+        self._sources_read = array("H")  # source of each drawn document, in order
         self._readers = list(readers.values())
         self._names = list(readers)
         self._tally = tally
         self._slices = builder.arrays or config.max_doc_len is not None
         self._is_masked = any(reader.is_masked for reader in self._readers)
-        # Best fit looks far ahead, but a limit must not make it draw more than it needs.
+        # Best fit plans many documents at a time, but a limit must not make it draw more than it needs.
         self._most_tokens = most_rows * config.seq_len if most_rows and config.packing == "best_fit" else None
         self._above = config.upsample.above if config.upsample else 0
         spans = [_spans(reader.lens, config.max_doc_len) for reader in self._readers]
@@ -96,7 +96,7 @@ class Order:
         return map(self._open, self._draw())
 
     def stretches(self) -> Iterator[Iterator[Doc]]:
-        """The same documents, in stretches that hold none of them twice."""
+        """Yield the same documents in stretches, none of which holds a document twice."""
         return (map(self._open, spans) for _, spans in groupby(self._draw(), _numbered()))
 
     @property
@@ -104,7 +104,7 @@ class Order:
         return len(self._sources_read)
 
     def drawn(self, given_back: int = 0) -> dict[str, Drawn]:
-        """By source. A document counts from when it is asked for; the last `given_back` were not needed."""
+        """Return counts by source. A document counts when it is drawn; the last `given_back` were not needed."""
         sources = np.array(self._sources_read, dtype=np.int64)
         read = np.bincount(sources, minlength=len(self._names)).tolist()
         used = np.bincount(sources[: len(sources) - given_back], minlength=len(self._names)).tolist()
@@ -125,7 +125,7 @@ class Order:
         )
 
     def _share_keeper(self, config: DatasetConfig, builder: RowBuilder, most_rows: int | None) -> ShareKeeper:
-        """The tokens that each source has and may bring; a rate is exact for whole documents."""
+        """Build the share keeper from each source's tokens and rate; a rate is exact for whole documents."""
         unit = config.seq_len if config.packing == "single_doc" else 1
         total = sum(config.shares.values())
         sources = []
@@ -179,7 +179,7 @@ class Order:
         stored: Any = reader.stored(doc)
         mask: Any = None
         if self._is_masked:
-            # Beside masked documents every other one has a mask too, which takes no memory.
+            # If any documents have a mask, the others get one too; it takes no memory.
             mask = reader.stored_mask(doc) if reader.is_masked else np.broadcast_to(np.True_, len(stored))
         if self._slices or stop < len(stored):
             stored, mask = stored[start:stop], None if mask is None else mask[start:stop]
@@ -187,7 +187,7 @@ class Order:
 
 
 def _numbered() -> Callable[[Span], int]:
-    """For each span given, in order, the number of its stretch."""
+    """Return a function that numbers the stretch of each span, called in order."""
     seen: set[tuple[int, ...]] = set()
     number = 0
 
@@ -203,7 +203,7 @@ def _numbered() -> Callable[[Span], int]:
 
 
 def _spans(lens: np.ndarray, longest: int | None) -> np.ndarray:
-    """(document, start, stop) of all documents, those above `longest` in several spans."""
+    """Return (document, start, stop) of all documents; those above `longest` in several spans."""
     longest = longest or int(lens.max(initial=1))
     counts = -(-lens // longest)
     docs = np.repeat(np.arange(len(lens)), counts)
@@ -212,5 +212,5 @@ def _spans(lens: np.ndarray, longest: int | None) -> np.ndarray:
 
 
 def iter_chunks(values: np.ndarray) -> Iterator[Any]:
-    """The array's entries as Python's own, a few thousand at a time: one by one is slow, all at once large."""
+    """Yield the entries as Python objects, converted in batches: one by one is slow, all at once needs memory."""
     return chain.from_iterable(values[start : start + 4096].tolist() for start in range(0, len(values), 4096))

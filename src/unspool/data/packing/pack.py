@@ -1,14 +1,14 @@
 """Pack tokenized documents into rows of equal length.
 
-Every token is in a row or counted in `Tally.dropped` by reason and source, also when the consumer closes the generator
+Every token is in a row or counted in `Tally.dropped` by reason and source, even if the consumer closes the generator
 early. The modes:
 
-`concat` fills rows and continues a cut document at the start of the next.
+`concat` fills rows and continues a cut document in the next row.
 `truncate` fills rows and discards the rest of a cut document.
-`single_doc` cuts rows only from documents of at least a row's length, so that every row is one document.
-`best_fit` puts documents where they leave the least room (best-fit decreasing), so that only documents longer than a
-row are cut: into full rows, and a rest that is placed like a document. The remaining space is padding: a document of
-its own at the row's end, without loss and counted in `Tally.padding`.
+`single_doc` cuts rows only from documents of at least a row's length, so that every row holds one document.
+`best_fit` places documents to leave the least space (best-fit decreasing). Only documents longer than a row are cut:
+into full rows, and a rest that is placed like a document. The remaining space is padding: a separate document at the
+row's end, without loss and counted in `Tally.padding`.
 
 Documents are planned in windows, so memory is bounded; `best_fit` is optimal within a window.
 """
@@ -25,11 +25,11 @@ from unspool.data.packing.modes import PLANNERS, Layout
 from unspool.data.packing.row import BATCH_TOKENS, Row
 from unspool.data.packing.shares import ShareKeeper
 
-# Tokens that are planned at a time; `fit` leaves the less room empty the more it can choose from.
+# Tokens that are planned at a time; with more to choose from, `fit` leaves less space empty.
 WINDOW_TOKENS = {"best_fit": 1 << 26}
-# Documents that are planned at a time, at most; each costs some 300 bytes.
+# Maximum number of documents that are planned at a time; each takes about 300 bytes.
 WINDOW_DOCS = 1 << 17
-# Rows of each source that `best_fit` chooses the next one from, where a limit takes only some of its rows.
+# If a limit takes only some rows, `best_fit` chooses the next row from this many rows of each source.
 _ROWS_TO_CHOOSE_FROM = 8
 
 
@@ -39,16 +39,16 @@ class Doc:
 
     tokens: np.ndarray
     source: str
-    number: int = -1  # in its source's corpus; parts of one document share it
-    loss_mask: np.ndarray | None = None  # bool; of documents that are packed together, all have one or none
+    number: int = -1  # index in its source's corpus; parts of one document share it
+    loss_mask: np.ndarray | None = None  # bool; documents that are packed together all have one, or none has
 
 
 @dataclass(slots=True)
 class SourceTally:
-    """What became of one source's documents."""
+    """Counts of one source's documents."""
 
-    documents: int = 0  # with at least their first token in a row
-    truncated: int = 0  # of those, the ones that are not in one row as a whole
+    documents: int = 0  # documents with at least their first token in a row
+    truncated: int = 0  # of those, documents that are not whole in one row
     lengths: Lengths = field(default_factory=Lengths)  # of the pieces in rows
     dropped: Counter[str] = field(default_factory=Counter)  # tokens by reason
 
@@ -58,19 +58,19 @@ class Tally:
     """Where tokens went: tokens in + added = tokens in rows + dropped."""
 
     dropped: Counter[str] = field(default_factory=Counter)  # by reason
-    added: int = 0  # by tangling, or as padding
-    padding: int = 0  # of those added
-    given_back: int = 0  # documents that were drawn ahead and not needed; their tokens are dropped as `unread`
+    added: int = 0  # by tangling or as padding
+    padding: int = 0  # part of `added`
+    given_back: int = 0  # documents drawn ahead but not needed; their tokens are dropped as `unread`
     sources: dict[str, SourceTally] = field(default_factory=dict)
     shares: ShareKeeper | None = None  # of a dataset with several sources
 
     @property
     def window(self) -> int:
-        """Tokens of documents to plan at a time."""
+        """Number of tokens to plan at a time."""
         return self.shares.window if self.shares else BATCH_TOKENS
 
     def settle(self, waiting: Iterable[tuple["Doc", int]]) -> None:
-        """Report the documents that wait for a row, and how much of each does; all others are in rows or dropped."""
+        """Report documents and tokens that wait for a row; all others are in rows or dropped."""
         if self.shares:
             by_source: Counter[str] = Counter()
             for doc, tokens in waiting:
@@ -90,7 +90,7 @@ Packer = Callable[[Iterable[Doc], int, Tally], RowStream]
 
 
 class _Window:
-    """Documents that are planned together; of the first ones a part may be in earlier rows already."""
+    """Documents that are planned together; earlier rows may already hold a part of the first ones."""
 
     def __init__(self, docs: list[Doc], begins: list[int]) -> None:
         self.docs = docs
@@ -114,7 +114,7 @@ class _Window:
 
 
 def pack_rows(docs: Iterable[Doc], row_len: int, tally: Tally, *, mode: str, pad: int = 0) -> RowStream:
-    """`pad` is the token of padding; no label asks for it and no document sees it."""
+    """Pack documents into rows. `pad` is the padding token, never a prediction target."""
     drawing = iter(docs)
     most_tokens = max(WINDOW_TOKENS.get(mode, tally.window), row_len)
     window = _Window([], [])
@@ -143,7 +143,7 @@ PACKERS = {mode: partial(pack_rows, mode=mode) for mode in PLANNERS}
 
 
 def _draw(docs: Iterator[Doc], most_tokens: float) -> tuple[list[Doc], bool]:
-    """The next documents, and whether there are no more."""
+    """Draw the next documents; also return whether there are no more."""
     drawn: list[Doc] = []
     tokens = 0
     for doc in docs:
@@ -157,7 +157,7 @@ def _draw(docs: Iterator[Doc], most_tokens: float) -> tuple[list[Doc], bool]:
 
 
 def _gather(window: _Window, layout: Layout, row_len: int, pad: int) -> Iterator[Row]:
-    """The planned rows, copied together some at a time: one by one would take most of the time."""
+    """Yield the planned rows, copied in batches: one by one would take most of the time."""
     padding = np.full(row_len if layout.padded else 0, pad, dtype=np.uint32)
     texts = [*(doc.tokens for doc in window.docs), padding]  # padding has number -1
     is_masked = bool(window.docs) and window.docs[0].loss_mask is not None
@@ -191,12 +191,12 @@ def _gather(window: _Window, layout: Layout, row_len: int, pad: int) -> Iterator
 
 
 def _without_untrained(window: _Window, layout: Layout) -> Layout:
-    """The layout without rows in which nothing is asked for: they would cost as much as others and teach nothing."""
+    """Remove rows without prediction targets from the layout: they cost as much as others and train nothing."""
     if not window.docs or window.docs[0].loss_mask is None or not layout.num_rows:
         return layout
     pieces = layout.pieces
     starts = pieces.starts + np.append(window.begins, 0)[pieces.docs]
-    # The first token of a piece is asked for by nothing.
+    # The first token of a piece is never a prediction target.
     places = zip(pieces.docs.tolist(), (starts + 1).tolist(), (starts + pieces.lens).tolist(), strict=True)
     trains = np.array([doc >= 0 and window.trains(doc, start, stop) for doc, start, stop in places])
     rows = np.repeat(np.arange(layout.num_rows), layout.per_row)
@@ -207,7 +207,7 @@ def _without_untrained(window: _Window, layout: Layout) -> Layout:
 
 
 def _ordered_by_shares(window: _Window, layout: Layout, shares: ShareKeeper) -> Layout:
-    """The same rows in an order in which the first ones keep the shares too, for a limit that takes only those."""
+    """Order the rows so that the first ones also keep the shares, for a limit that takes only those."""
     pieces, is_doc = layout.pieces, layout.pieces.docs >= 0
     rows = np.repeat(np.arange(layout.num_rows), layout.per_row)
     held = np.zeros((layout.num_rows, len(window.sources)))
@@ -215,7 +215,7 @@ def _ordered_by_shares(window: _Window, layout: Layout, shares: ShareKeeper) -> 
     by_name = {source.name: source for source in shares.sources}
     goal = np.array([by_name[name].goal for name in window.sources])
     held *= [by_name[name].rate for name in window.sources]
-    # Of each source, the next rows of which it has most; the one comes next that leaves the shares best.
+    # Candidates: for each source, the next rows that hold most of it. The row that keeps the shares best comes next.
     by_main = held.argmax(axis=1)
     queues = [np.flatnonzero(by_main == number).tolist()[::-1] for number in range(len(goal))]
     order: list[int] = []
@@ -235,12 +235,12 @@ def _ordered_by_shares(window: _Window, layout: Layout, shares: ShareKeeper) -> 
 
 
 def _stop(layout: Layout, num_rows: int, lens: np.ndarray) -> Layout:
-    """What a layout comes to when only its first rows are wanted."""
+    """Truncate a layout to its first rows."""
     kept = layout.pieces[: int(layout.per_row[:num_rows].sum())]
     in_rows = kept.tokens_by_doc(len(lens))
     drops = {reason: tokens for reason, tokens in layout.drops.items() if reason != "last_row"}
     dropped = sum(drops.values(), np.zeros_like(lens))
-    # Documents after the last row's last one were drawn ahead, and so, under `fit`, were others without a row.
+    # Documents after the last document of the last row were drawn ahead, as were, under `fit`, others without a row.
     seen = (np.arange(len(lens)) <= kept.docs.max(initial=-1)) & (in_rows + dropped > 0)
     drops = {reason: np.where(seen, tokens, 0) for reason, tokens in drops.items()}
     drops["limit"] = np.where(seen, lens - in_rows - dropped, 0)

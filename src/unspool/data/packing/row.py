@@ -1,4 +1,4 @@
-"""One packed row, and what it trains on: labels and positions."""
+"""One packed row, its labels and its positions."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -6,23 +6,23 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# Tokens that writers and packers hold in memory at a time, and that readers map at a time.
+# Maximum number of tokens that writers and packers hold in memory, and that readers map, at a time.
 BATCH_TOKENS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One training sequence. `loss_mask` is over target tokens (labels.py); None means all of them."""
+    """One packed row. `loss_mask` is over target tokens; None means that all are trained on."""
 
     tokens: np.ndarray  # uint32[L]
     doc_lens: np.ndarray  # int32[k], sums to L
     loss_mask: np.ndarray | None  # bool[L]
-    source: str  # the sources it holds, joined by "+"
+    source: str  # names of its sources, joined by "+"
     attention: str  # "intra_document" | "full"
-    chunk_ids: np.ndarray | None = None  # int32[k]: pieces of one document share its number; None: all are different
-    positions: np.ndarray | None = None  # int32[L]; None: 0, 1, 2 … in what attends to itself
-    # Only while rows are packed:
-    sources: Sequence[str] | None = None  # of each entry of doc_lens, "" for padding; None: all are of `source`
+    chunk_ids: np.ndarray | None = None  # int32[k]: pieces of one document have the same number; None: all differ
+    positions: np.ndarray | None = None  # int32[L]; None: 0, 1, 2 … in each part that attends to itself
+    # Set only during packing:
+    sources: Sequence[str] | None = None  # of each entry of doc_lens, "" for padding; None: `source` for all
     added: np.ndarray | None = None  # bool[L]: special tokens, which belong to no source
 
 
@@ -30,7 +30,7 @@ IGNORE = -100
 
 
 def labels(tokens: np.ndarray, doc_lens: np.ndarray, loss_mask: np.ndarray | None) -> np.ndarray:
-    """int64[L]; IGNORE at each document's last token and before each masked token."""
+    """Return int64[L]: the next tokens, IGNORE at each document's last token and before each masked token."""
     shifted = np.full(len(tokens), IGNORE, dtype=np.int64)
     shifted[:-1] = tokens[1:]
     shifted[np.cumsum(doc_lens) - 1] = IGNORE
@@ -40,13 +40,13 @@ def labels(tokens: np.ndarray, doc_lens: np.ndarray, loss_mask: np.ndarray | Non
 
 
 def num_trained(doc_lens: np.ndarray, loss_mask: np.ndarray) -> int:
-    """How many labels of a row carry loss; the first token of a document is asked for by nothing."""
+    """Count the labels of a row that carry loss; the first token of a document is never a prediction target."""
     starts = np.cumsum(doc_lens) - doc_lens
     return int(np.count_nonzero(loss_mask) - np.count_nonzero(loss_mask[starts]))
 
 
 def trained_by_source(row: Row) -> dict[str, int]:
-    """How many labels of a row carry loss, by the source of their tokens."""
+    """Count the labels of a row that carry loss, by the source of their tokens."""
     starts = np.cumsum(row.doc_lens) - row.doc_lens
     counted = np.ones(len(row.tokens), dtype=np.bool_) if row.loss_mask is None else row.loss_mask.copy()
     if row.added is not None:
@@ -61,12 +61,12 @@ def trained_by_source(row: Row) -> dict[str, int]:
 
 
 def attended_lens(doc_lens: np.ndarray, attention: str) -> np.ndarray:
-    """The lengths that attention and positions go by: the documents, or the row as one if `attention` is full."""
+    """Return the lengths for attention and positions: the documents', or the row's if `attention` is full."""
     return doc_lens if attention == "intra_document" else doc_lens.sum(keepdims=True, dtype=doc_lens.dtype)
 
 
 def position_ids(doc_lens: np.ndarray) -> np.ndarray:
-    """int64[L], restarting at 0 in every document; give it `attended_lens` of the row."""
+    """Return int64[L], restarting at 0 in every document; pass the row's `attended_lens`."""
     lens = doc_lens.astype(np.int64)
     starts = np.cumsum(lens) - lens
     return np.arange(lens.sum()) - np.repeat(starts, lens)

@@ -1,12 +1,13 @@
-"""Keep the shares of several sources in one dataset, in tokens that rows train on.
+"""Keep the shares of several sources in one dataset, counted in trained tokens.
 
-What becomes of a document is known only when its row is finished: truncation, a loss mask or a strategy may take most
-of it. So the next document always comes from the source that is furthest behind its share, counting the tokens with a
-loss in finished rows and, for documents that wait for a row, an estimate by what became of earlier ones of the source.
+How many of a document's tokens are trained on is known only when its row is finished: truncation, a loss mask or a
+strategy may remove most of them. So the next document always comes from the source that is furthest behind its share.
+This counts the trained tokens in finished rows and, for documents that wait for a row, an estimate from the source's
+earlier documents.
 
-One document can be longer than the share of its source. `target` estimates how many tokens the dataset will have when
-it reaches its limit or a source runs out, and a document is cut where its source reaches its share of them, if using
-all of it would move the share by more than `CUT_FROM`.
+One document can be longer than the share of its source. `target` estimates the size of the dataset when it reaches its
+limit or a source runs out. If a whole document would move the share by more than `CUT_FROM`, it is cut where its source
+reaches its share of that size.
 """
 
 import math
@@ -16,36 +17,36 @@ from dataclasses import dataclass
 from unspool.core.errors import DataError
 from unspool.data.packing.row import BATCH_TOKENS, Row, trained_by_source
 
-# The share of the dataset that one document may move.
+# Largest change of a share of the dataset by one document.
 CUT_FROM = 0.001
-# Shares that are off by more than this are reported.
+# Deviations of a share above this are reported.
 TOLERANCE = 0.01
-# What a source is expected to give before rows are finished counts like this many rows.
+# Weight, in rows, of the expected rate of a source before rows are finished.
 _PRIOR_ROWS = 2
-# How many times, at least, rows are counted before more documents are drawn.
+# Minimum number of times that rows are counted before more documents are drawn.
 _UPDATES = 2000
 
 
 @dataclass(slots=True)
 class SourceShare:
-    """One source of a dataset; numbers are tokens."""
+    """One source of a dataset; counts are in tokens."""
 
     name: str
-    goal: float  # its share, of 1
-    rate: float  # with a loss, of each token of its documents
-    left: int  # of documents that were not drawn yet
-    trained: int = 0  # with a loss, in finished rows
-    waiting: int = 0  # drawn and expected to enter a row that is not finished yet
-    entered: int = 0  # drawn and expected to enter a row
+    goal: float  # requested share, from 0 to 1
+    rate: float  # trained tokens per token of its documents
+    left: int  # in documents that are not drawn yet
+    trained: int = 0  # trained tokens in finished rows
+    waiting: int = 0  # drawn, and expected in a row that is not finished yet
+    entered: int = 0  # drawn, and expected in a row
     drawn: int = 0
 
 
 class ShareKeeper:
-    """Says which source gives the next document and how much of it; rows that are finished are counted here.
+    """Choose the source of the next document and how much of it to use; count finished rows.
 
-    `unit` is what documents enter rows in multiples of; those below `min_doc_len` enter none. `truncates`: rows
-    drop what does not fit. `borrows`: rows take more text from other documents, so sources take turns by the
-    documents drawn, and rows keep the shares themselves (`row_quotas`).
+    Documents enter rows in multiples of `unit` tokens; those below `min_doc_len` enter none. `truncates`: rows drop
+    what does not fit. `borrows`: rows take more text from other documents, so sources take turns by the documents
+    drawn, and rows keep the shares themselves (`row_quotas`).
     """
 
     def __init__(
@@ -66,14 +67,15 @@ class ShareKeeper:
         self._can_give = [source.left > 0 for source in sources]
         self._room = row_len
         self._prior = _PRIOR_ROWS * row_len
-        # Of a row, before any is finished. Shares are of tokens with a loss, so a low rate takes more of the row.
+        # Trained tokens of a row, before any is finished. Shares are of trained tokens, so a source with a low rate
+        # takes more of the row.
         self._density = 1 / sum(source.goal / max(source.rate, 1e-3) for source in sources)
         self._refresh()
-        # Tokens that are packed before the finished rows are counted again.
+        # Tokens that are packed before finished rows are counted again.
         self.window = row_len if borrows else min(BATCH_TOKENS, max(row_len, int(self.target) // _UPDATES))
 
     def next_source(self) -> int | None:
-        """The source that is furthest behind its share; None if all have run out."""
+        """Return the source that is furthest behind its share; None if all have run out."""
         if self._is_stale:
             self._refresh()
         total, placed = self._total, self._placed
@@ -85,18 +87,18 @@ class ShareKeeper:
         return behind.index(furthest) if furthest > -math.inf else None
 
     def run_out(self, number: int) -> bool:
-        """A source has no more documents; returns whether that ends the dataset, because the shares would break."""
+        """Mark a source as exhausted; return whether that ends the dataset, because the shares would break."""
         self._can_give[number] = False
         return not self._borrows
 
     def take(self, number: int, length: int) -> int:
-        """Count the next document of a source as drawn; returns how many of its tokens to use."""
+        """Count the next document of a source as drawn; return how many of its tokens to use."""
         source, rate = self.sources[number], self._rates[number]
         usable = length // self._unit * self._unit if length >= self._min_doc_len else 0
         enters = min(usable, self._room) if self._truncates else usable
         used = length
         if not self._borrows:
-            # Half a row more than there is, so that a dataset that outgrows its estimate does not cut ever more.
+            # Half a row more than the estimate, so that a dataset that outgrows it does not cut more and more.
             goal = source.goal * max(self.target, self._total + self._per_row / 2)
             over = self._placed[number] + enters * rate - goal
             if over > CUT_FROM * self.target:
@@ -113,7 +115,7 @@ class ShareKeeper:
         return used
 
     def settle(self, waiting: Mapping[str, int]) -> None:
-        """Replace the estimates: all documents drawn are in rows or dropped but for these tokens by source."""
+        """Replace the estimates: all drawn documents are in rows or dropped, except these tokens by source."""
         for source in self.sources:
             source.waiting = waiting.get(source.name, 0)
         self._room = self._row_len - min(self._row_len - 1, sum(waiting.values()))
@@ -124,7 +126,7 @@ class ShareKeeper:
         found = trained_by_source(row)
         if unknown := found.keys() - {source.name for source in self.sources} - {""}:
             raise DataError(
-                f"a row says that it is from {', '.join(sorted(unknown))}, so the shares of its sources cannot be "
+                f"a row has the source {', '.join(sorted(unknown))}, so the shares of its sources cannot be "
                 "counted; the strategy that made it must set `Row.sources`."
             )
         for source in self.sources:
@@ -133,12 +135,12 @@ class ShareKeeper:
         self._is_stale = True
 
     def row_quotas(self) -> dict[str, int]:
-        """How many tokens each source may give to the next row, so that the shares hold after it."""
+        """Return how many tokens of each source the next row may take to keep the shares."""
         total = sum(source.trained for source in self.sources) + self._row_len
         return {source.name: max(0, round(source.goal * total) - source.trained) for source in self.sources}
 
     def realized(self) -> dict[str, dict[str, float]]:
-        """For the manifest: shares as requested and as they are, and tokens with a loss."""
+        """Return requested and realized shares and trained tokens, for the manifest."""
         total = max(1, sum(source.trained for source in self.sources))
         return {
             source.name: {
@@ -151,17 +153,17 @@ class ShareKeeper:
 
     @property
     def most_window(self) -> float:
-        """Tokens of documents that suffice for the rest of the limit, with a row to spare."""
+        """Return the number of tokens that suffices for the rest of the limit plus one row."""
         return math.inf if self._most_rows is None else (self._most_rows - self.num_rows + 1) * self._row_len
 
     @property
     def limit_tokens(self) -> float:
-        """Tokens with a loss in as many rows as the limit allows."""
+        """Return the trained tokens in as many rows as the limit allows."""
         return (self._most_rows or 0) * self._per_row
 
     @property
     def missing(self) -> tuple[SourceShare, float]:
-        """The source that limits the dataset most, and the tokens with a loss that it lacks for the limit."""
+        """Return the source that limits the dataset most, and the trained tokens that it lacks for the limit."""
         assert self._most_rows is not None
         self._refresh()
         scarcest = min(self.sources, key=lambda source: self._expected(source) / source.goal)
@@ -182,12 +184,12 @@ class ShareKeeper:
         density = (trained + self._density * prior) / (self.num_rows * self._row_len + prior)
         self._per_row = density * self._row_len
         possible = min(self._expected(source) / source.goal for source in self.sources)
-        # A row that is not filled is dropped, so the shares should hold when the last full one ends.
+        # A partly filled row is dropped, so the shares should hold at the end of the last full row.
         rows = max(1, int(possible / self._per_row))
         self.target = min(rows, self._most_rows or rows) * self._per_row
         self._is_stale = False
 
     def _expected(self, source: SourceShare) -> float:
-        """Tokens with a loss that a source will have given when it runs out."""
+        """Estimate the trained tokens of a source when it runs out."""
         placed = source.trained + source.waiting * source.rate
         return placed + source.left * (placed + source.rate * self._prior) / (source.drawn + self._prior)

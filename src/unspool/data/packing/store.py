@@ -1,7 +1,7 @@
-"""Arrow files of packed rows: written in batches, read through a memory map.
+"""Arrow files of packed rows, written in batches and memory-mapped for reading.
 
-Any row is found in constant time and returned without a copy; its arrays are read-only views of the file. A file is
-renamed into place when it is complete.
+Finding a row takes constant time; it is returned without a copy, and its arrays are read-only views of the file. A file
+is renamed into place when it is complete.
 """
 
 from bisect import bisect_right
@@ -43,9 +43,9 @@ class ArrowFile:
 
 
 class RowWriter:
-    """Writes rows of one length into `rows-00000.arrow` …, like `CorpusWriter`.
+    """Write rows of one length to `rows-00000.arrow` …, like `CorpusWriter`.
 
-    Masked: every row has a loss mask. Pieced: every row has `chunk_ids`. Placed: every row has `positions`.
+    `masked`: every row has a loss mask. `pieced`: every row has `chunk_ids`. `placed`: every row has `positions`.
     """
 
     def __init__(self, folder: Path, *, row_len: int, masked: bool, pieced: bool = False, placed: bool = False) -> None:
@@ -63,7 +63,7 @@ class RowWriter:
             ("chunk_ids", pa.list_(pa.int32()) if pieced else pa.null()),
             ("positions", pa.list_(pa.int32(), row_len) if placed else pa.null()),
         ]
-        # The size of the batches lets a reader find row i by arithmetic.
+        # Equal batch sizes let a reader find row i by arithmetic.
         self._schema = pa.schema(columns, metadata={"rows_per_batch": str(self._per_batch)})
         self._rows: list[Row] = []
         self._file: ArrowFile | None = None
@@ -170,7 +170,7 @@ class _RowBatch:
             self._mask = mask.values.to_numpy().view(np.bool_).reshape(batch.num_rows, -1)
         self._source = source.to_pylist()
         self._attention = attention.to_pylist()
-        # Rows written before these columns existed lack them.
+        # Files from before these columns existed lack them.
         chunk_ids, positions = more or (pa.nulls(0), pa.nulls(0))
         self._piece_docs = None if pa.types.is_null(chunk_ids.type) else chunk_ids.values.to_numpy()
         self._positions = None
@@ -193,7 +193,7 @@ class _RowBatch:
 def open_rows(folder: Path) -> RowSet:
     paths = sorted(folder.glob("rows-*.arrow"))
     if not paths:
-        raise DataError(f"{folder}: no rows-*.arrow files; build the rows again.")
+        raise DataError(f"{folder}: no rows-*.arrow files; run `unspool pack` again.")
     return RowSet(paths)
 
 
@@ -202,4 +202,6 @@ def open_arrow(path: Path) -> Any:
         return pa.ipc.open_file(pa.memory_map(str(path)))
     except (OSError, pa.ArrowInvalid) as error:
         reason = str(error).splitlines()[0].rstrip(".")
-        raise DataError(f"{path}: not a complete Arrow file ({reason}); delete its folder and run again.") from error
+        raise DataError(
+            f"{path}: not a complete Arrow file ({reason}); delete its folder and run the same command again."
+        ) from error

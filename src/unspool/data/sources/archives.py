@@ -1,8 +1,8 @@
 """Read the members of tar and zip archives without unpacking them.
 
-Nothing is written and no link is followed. Neither memory nor time grows with what an archive claims: every size is
-checked before anything is decompressed, and decompressing stops at a limit. A damaged header, checksum or end makes
-the whole archive unreadable. Members come in the archive's own order.
+Nothing is written and no link is followed. Neither memory nor time depends on the sizes that an archive declares: every
+size is checked before decompression, and decompression stops at a limit. A damaged header, checksum or end makes the
+whole archive unreadable. Members come in the archive's own order.
 """
 
 import bz2
@@ -29,15 +29,15 @@ ENDINGS = (".tar", *_GZIP, *_BZIP2, *_XZ, *_ZIP)
 
 # Source code compresses 3 to 10 times; an archive beyond both limits is malicious, or holds no code.
 MAX_RATIO = 200
-SMALL_BYTES = 64 << 20  # below this size the ratio does not matter
+SMALL_BYTES = 64 << 20  # below this size the ratio is not checked
 MAX_UNPACKED_BYTES = 4 << 30
-MAX_MEMBERS = 500_000  # more names would fill the memory; Linux has 90,000 files
+MAX_MEMBERS = 500_000  # more names would fill memory; Linux has 90,000 files
 MAX_HEADER_BYTES = 1 << 20  # of one extended tar header
 MAX_DIRECTORY_BYTES = 32 << 20  # of a zip file's list of members
 _XZ_MEMORY = 256 << 20  # four times what `xz -9` needs
 _CHUNK = 1 << 18
 
-# Why a member is refused. code_filter.py leaves out other files for what they hold.
+# Why a member is refused. code_filter.py drops other files because of their content.
 UNSAFE_PATH = "unsafe_path"  # a link, or a path that leads out of the archive
 SPECIAL_FILE = "special_file"  # devices, pipes, sparse files
 ODD_NAME = "odd_name"  # not UTF-8, control characters, too long
@@ -48,9 +48,9 @@ REFUSALS = frozenset({UNSAFE_PATH, SPECIAL_FILE, ODD_NAME, ENCRYPTED, UNKNOWN_CO
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    path: str  # parts joined by "/"; if refused, the printable name
+    path: str  # parts joined by "/"; a printable form of the name if refused
     size: int  # in bytes, unpacked
-    refused: str | None  # why it must not be read: in archives one of REFUSALS
+    refused: str | None  # why it must not be read; in archives one of REFUSALS
     read: Callable[[], bytes]  # call once, before the next member; Unreadable if the archive is damaged
 
 
@@ -71,7 +71,7 @@ def members(path: Path) -> Iterator[Member]:
 
 
 def build_member(name: str, size: int, refused: str | None, read: Callable[[], bytes]) -> Member:
-    """Build a member under its normalized path; it is refused if its name is unsafe or odd."""
+    """Build a member with its normalized path; refuse it if its name is unsafe or odd."""
     # Archives made on Windows may have "\" between folders, and "a\..\..\b" must not pass for a harmless name.
     parts = name.replace("\\", "/").split("/")
     path = "/".join(part for part in parts if part not in ("", "."))
@@ -83,7 +83,7 @@ def build_member(name: str, size: int, refused: str | None, read: Callable[[], b
 
 
 def _has_odd_characters(name: str) -> bool:
-    """Whether a name has line breaks, other control characters, or bytes that are not UTF-8."""
+    """Return whether a name has line breaks, other control characters, or bytes that are not UTF-8."""
     return not name.isprintable() and any(unicodedata.category(char) in ("Cc", "Cs", "Zl", "Zp") for char in name)
 
 
@@ -91,18 +91,18 @@ def _unpacked_limit(path: Path) -> int:
     return min(MAX_UNPACKED_BYTES, max(SMALL_BYTES, MAX_RATIO * path.stat().st_size))
 
 
-# --- tar. Not with `tarfile`: it takes a damaged header for the end of the archive, reads headers of any size into
-# memory, and before Python 3.11.10 one crafted header can keep its regular expressions busy for hours.
+# --- tar. Not with `tarfile`: it takes a damaged header for the end of the archive and reads headers of any size into
+# memory. Before Python 3.11.10, one crafted header can also keep its regular expressions busy for hours.
 
 _BLOCK = 512
-_NO_DATA = b"123456"  # links, devices, folders and pipes have no content, whatever their size field says
+_NO_DATA = b"123456"  # links, devices, folders and pipes have no content, even if their size field is not 0
 _FOLDER = b"5"
 _LINKS = (b"1", b"2")
 _REGULAR = (b"0", b"\0", b"7")
 
 
 def _tar_members(path: Path) -> Iterator[Member]:
-    # An uncompressed tar file cannot claim more than it has.
+    # An uncompressed tar file cannot hold more bytes than its size.
     limit = _unpacked_limit(path) if not path.name.lower().endswith(".tar") else 1 << 62
     stream = _Stream(_unpacked(path), limit)
     extended = _Extended()
@@ -135,7 +135,7 @@ def _tar_members(path: Path) -> Iterator[Member]:
 
 
 class _Extended:
-    """What GNU and POSIX extension headers say about the member that follows them."""
+    """Values of GNU and POSIX extension headers for the next member."""
 
     def __init__(self) -> None:
         self.name: str | None = None
@@ -164,7 +164,7 @@ class _Extended:
 
 
 class _Stream:
-    """Bytes that can be read only forward and only up to a limit."""
+    """A byte stream that is read only forward and only up to a limit."""
 
     def __init__(self, parts: Iterator[bytes], limit: int) -> None:
         self.position = 0
@@ -180,7 +180,7 @@ class _Stream:
             pass
 
     def drain(self) -> None:
-        """Read to the end, where compressed files keep their checksums."""
+        """Read to the end, because compressed files keep their checksums there."""
         for part in self._parts:
             self._claim(len(part))
 
@@ -207,7 +207,7 @@ def _verify_checksum(block: bytes) -> None:
     difference = sum(counted) - _number(block[148:156])
     # Some very old programs sum signed bytes.
     if difference and difference != 256 * sum(byte > 127 for byte in counted):
-        raise Unreadable("unreadable", "no tar archive, or a damaged one (a header's checksum is wrong)")
+        raise Unreadable("unreadable", "not a tar archive, or a damaged one (a header's checksum is wrong)")
 
 
 def _number(field: bytes) -> int:
@@ -215,7 +215,7 @@ def _number(field: bytes) -> int:
         return int.from_bytes(field[1:], "big")
     digits = field.split(b"\0", 1)[0].strip()
     if not re.fullmatch(rb"[0-7]*", digits):
-        raise Unreadable("unreadable", "no tar archive, or a damaged one (a number in a header is invalid)")
+        raise Unreadable("unreadable", "not a tar archive, or a damaged one (a number in a header is invalid)")
     return int(digits or b"0", 8)
 
 
@@ -227,7 +227,7 @@ def _decimal(digits: bytes) -> int:
 
 def _name(block: bytes) -> str:
     name, prefix = (field.split(b"\0", 1)[0] for field in (block[:100], block[345:500]))
-    # GNU's own format has another magic, and times in place of the prefix.
+    # GNU's own format has another magic, and times instead of the prefix.
     return _text(prefix + b"/" + name if prefix and block[257:263] == b"ustar\0" else name)
 
 
@@ -246,7 +246,7 @@ def _padded(size: int) -> int:
 
 
 def _unpacked(path: Path) -> Iterator[bytes]:
-    """Yield a tar file's content, decompressed by its ending."""
+    """Yield a tar file's content, decompressed by its suffix."""
     name = path.name.lower()
     try:
         with path.open("rb") as file:
@@ -300,15 +300,16 @@ def _zip_members(path: Path) -> Iterator[Member]:
         try:
             archive = zipfile.ZipFile(file)
         except _ZIP_ERRORS as error:
-            # The list of members is at the end; a file that starts as a zip file and has none is truncated.
+            # The list of members is at the end of a zip file. A file that begins like a zip file but has no list is
+            # truncated.
             reason = "truncated" if start == b"PK\3\4" and not _end_record(path) else "unreadable"
             raise Unreadable(reason, first_line(error)) from error
         with archive:
             found = sorted(archive.infolist(), key=lambda info: info.header_offset)
-            # zipfile trusts the list's length in bytes; if that is damaged, members would be lost silently.
+            # zipfile trusts the declared size of the list; if that is damaged, members would be lost silently.
             count = int.from_bytes(_end_record(path)[10:12], "little")
             if count not in (len(found) & 0xFFFF, 0xFFFF):  # 0xFFFF: the count is stored elsewhere
-                raise Unreadable("unreadable", f"lists {len(found):,} members where it should list {count:,}")
+                raise Unreadable("unreadable", f"lists {len(found):,} members instead of {count:,}")
             _refuse_zip_bomb(found, archive.start_dir, _unpacked_limit(path))
             for info in found:
                 mode = info.external_attr >> 16
@@ -327,7 +328,7 @@ class _BoundedReads(io.FileIO):
 
 
 def _end_record(path: Path) -> bytes:
-    """The record at the end of every zip file, before a comment; b"" if it is missing."""
+    """Read the record at the end of a zip file, before its comment; b"" if it is missing."""
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - (1 << 16) - _END_LEN))
         tail = file.read()
@@ -338,7 +339,7 @@ def _end_record(path: Path) -> bytes:
 def _refuse_zip_bomb(found: list[zipfile.ZipInfo], directory_start: int, limit: int) -> None:
     if sum(info.file_size for info in found) > limit:
         raise Unreadable("archive_bomb", f"unpacks to more than {limit:,} bytes")
-    # Members that share bytes of the file can expand to any size.
+    # Members that share bytes of the file can expand to any total size.
     starts = [*(info.header_offset for info in found[1:]), directory_start]
     for info, next_start in zip(found, starts, strict=False):
         if info.header_offset + _HEADER_LEN + info.compress_size > next_start:
@@ -352,7 +353,7 @@ def _zip_refusal(info: zipfile.ZipInfo, mode: int) -> str | None:
         return SPECIAL_FILE
     if info.flag_bits & 1:
         return ENCRYPTED
-    # The decoders of other methods cannot be stopped at a size; wheels and code hosts do not use them.
+    # Decoders of other methods cannot be stopped at a size; wheels and code hosts do not use them.
     return None if info.compress_type in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED) else UNKNOWN_COMPRESSION
 
 
@@ -368,9 +369,9 @@ def _zip_name(info: zipfile.ZipInfo) -> str:
 def _read_zipped(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bytes:
     try:
         with archive.open(info) as file:
-            data = file.read(info.file_size)  # never expands further, and checks the CRC at the end
+            data = file.read(info.file_size)  # stops at the declared size, and checks the CRC at the end
     except _ZIP_ERRORS as error:
         raise Unreadable("unreadable", first_line(error)) from error
     if len(data) != info.file_size:
-        raise Unreadable("unreadable", f"member {printable(info.filename)!r} is shorter than it says")
+        raise Unreadable("unreadable", f"member {printable(info.filename)!r} is shorter than its declared size")
     return data

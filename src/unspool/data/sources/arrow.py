@@ -1,10 +1,10 @@
 """Read records of Parquet and Arrow files.
 
-A damaged row group or batch costs the records after the damage in it. They count as one `Bad` record that says how
-many are lost, and numbering continues as if they had been read.
+A damaged row group or batch costs the records after the damage in it. They count as one `Bad` record with the number of
+lost records, and numbering continues as if they had been read.
 
-Arrow holds a page whole, even one with a record that is too long, and writers put up to 1024 records in one. Memory
-therefore grows to about three times the text of a row group if texts are long.
+Arrow loads a whole page, even one with a record that is too long, and writers put up to 1024 records in a page. With
+long texts, memory therefore grows to about three times the text of a row group.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,14 +21,15 @@ from unspool.data.sources.files import Unreadable, checked_text, damaged, decode
 
 _BATCH_BYTES = 8 << 20
 _BATCH_RECORDS = 1024
-_BUFFER_BYTES = 1 << 20  # without a buffer Arrow loads a whole column of a row group at once
+_BUFFER_BYTES = 1 << 20  # without a buffer, Arrow loads a whole column of a row group at once
 _MAGIC = b"PAR1"
 _TEXT = (pa.string(), pa.large_string(), pa.string_view(), pa.binary(), pa.large_binary(), pa.binary_view())
-# What Arrow raises on damaged files; KeyError and TypeError come from its own wrapping of broken schemas.
+# Exceptions of Arrow on damaged files; KeyError and TypeError come from its Python layer on broken schemas.
 ARROW_ERRORS = (pa.ArrowException, OSError, ValueError, KeyError, TypeError, MemoryError)
 
 T = TypeVar("T")
-# The columns to read from a file, and a function that yields the items of a batch with the number of its first record.
+# The columns to read from a file, and a function that yields the items of a batch, given the number of its first
+# record.
 Columns = tuple[list[str], Callable[[pa.RecordBatch, int], Iterator[T]]]
 
 
@@ -48,7 +49,7 @@ def read_text_column(
 
 
 def column_path(schema: pa.Schema, name: str) -> list[str]:
-    """Find a text column by its name, or as field b of struct a for "a.b"; Unreadable if there is none."""
+    """Find a text column by name, or field b of struct a for "a.b"; Unreadable if it does not exist."""
     for parts in ([name], name.split(".")):
         kind = _type_at(schema, parts)
         if kind is not None:
@@ -71,13 +72,13 @@ def _type_at(schema: pa.Schema, parts: list[str]) -> pa.DataType | None:
 
 
 def nested_column(batch: pa.RecordBatch, parts: list[str]) -> pa.Array:
-    """The column at a path that `column_path` returned."""
+    """Return the column at a path from `column_path`."""
     array = batch.column(batch.schema.names.index(parts[0]))
     return pc.struct_field(array, parts[1:]) if parts[1:] else array
 
 
 def text_items(array: pa.Array, path: Path, number: int) -> Iterator[Item]:
-    """Yield one item per element; the first is record `number`."""
+    """Yield one item per element; the first element is record `number`."""
     if pa.types.is_dictionary(array.type):
         array = array.dictionary_decode()
     # As bytes, because Arrow does not check that strings in files are UTF-8.
@@ -108,7 +109,7 @@ def read_parquet(
     open_file: Callable[[Path], pq.ParquetFile] | None = None,
     groups: range | None = None,
 ) -> Iterator[T | Bad]:
-    """Yield one item per record; `choose_columns` selects what is read by a file's schema or raises Unreadable."""
+    """Yield one item per record; `choose_columns` selects columns from a file's schema, or raises Unreadable."""
     try:
         with (open_file or open_parquet)(path) as file:
             yield from _read_row_groups(file, path, choose_columns, groups)
@@ -148,10 +149,10 @@ def open_parquet(path: Path) -> pq.ParquetFile:
 
 
 def _row_group_size(file: pq.ParquetFile, group: int) -> tuple[int, int]:
-    """Records of a row group, and their uncompressed bytes in all columns.
+    """Return the number of records of a row group, and their uncompressed bytes in all columns.
 
-    The bytes of one column would be more exact, but asking a damaged file for them crashes the process: pyarrow does
-    not catch what the C++ library throws there.
+    The bytes of one column would be more exact, but reading them from a damaged file crashes the process: pyarrow does
+    not catch the C++ exception.
     """
     metadata = file.metadata.row_group(group)
     if metadata.num_rows < 0:
@@ -173,14 +174,14 @@ def _read_row_group(
     try:
         for batch in read_batches(columns=names):
             if batch.num_rows > end - number:
-                problem = "more records than the metadata says"
+                problem = "more records than in the metadata"
                 break
             yield from items(batch, number)
             number += batch.num_rows
     except ARROW_ERRORS as error:
         problem = damaged(error, path).detail
     if problem is None and number < end:
-        problem = "fewer records than the metadata says"
+        problem = "fewer records than in the metadata"
     if problem is not None:
         detail = f"row group {group + 1} is damaged ({problem}); {end - number} records are lost"
         yield Bad(str(path), f"after record {number - 1}", "corrupt_page", detail)
@@ -196,7 +197,8 @@ def read_arrow(path: Path, column: str) -> Iterator[Item]:
         with pa.memory_map(str(path)) as file:
             for batch, parts in _arrow_batches(file, column):
                 try:
-                    # Arrow does not check the offsets in a file; full validation makes sure they stay inside it.
+                    # Arrow does not check the offsets in a file; full validation ensures that they stay inside the
+                    # file.
                     batch.validate()
                     array = _validated_bytes(nested_column(batch, parts))
                 except ARROW_ERRORS as error:
@@ -226,7 +228,7 @@ def _arrow_batches(file: pa.MemoryMappedFile, column: str) -> Iterator[tuple[pa.
         for index in range(reader.num_record_batches):
             yield reader.get_batch(index), parts
         return
-    # A stream truncated between two batches looks like a shorter one, except for the end mark.
+    # A stream truncated between two batches looks like a shorter stream, except for the end mark.
     is_whole = end == b"\xff\xff\xff\xff\0\0\0\0" or (
         not start.startswith(b"\xff\xff\xff\xff") and end.endswith(b"\0" * 4)
     )
@@ -245,7 +247,7 @@ def _arrow_batches(file: pa.MemoryMappedFile, column: str) -> Iterator[tuple[pa.
 
 
 def _validated_bytes(array: pa.Array) -> pa.Array:
-    """The column as bytes, fully validated; as strings, one that is not UTF-8 would fail the whole batch."""
+    """Return the column as bytes, fully validated; as strings, one invalid UTF-8 value would fail the whole batch."""
     if pa.types.is_dictionary(array.type):
         array.indices.validate(full=True)
         return pa.DictionaryArray.from_arrays(array.indices, _validated_bytes(array.dictionary))

@@ -1,7 +1,7 @@
-"""The base classes of sources, and the items that reading a source yields.
+"""Base classes of sources, and the items that a source yields.
 
 A source kind is one file: a subclass of `Source` with its settings and its reader, and one line in registry.py.
-Imports that take long (pyarrow, transformers) belong inside its methods, so that checking a recipe stays fast.
+Slow imports (pyarrow, transformers) belong inside its methods, so that checking a recipe stays fast.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from unspool.core.errors import DataError
 from unspool.core.sizes import Size, format_count
 from unspool.data.sources.files import files_below, find_files, matching_files, printable
 
-# Importing it takes seconds, which every worker process would pay.
+# Importing this takes seconds, in every worker process.
 if TYPE_CHECKING:
     from unspool.data.tokenize.encoder import Encoder
 
-# Longer records are quarantined: a book has 1 MB, and a runaway line must not fill the memory.
+# Longer records are quarantined: a book has about 1 MB, and a runaway line must not fill memory.
 MAX_RECORD_BYTES = 64 << 20
-# Input bytes per task: enough to outweigh a task's start, small enough to lose little when killed.
+# Input bytes per task: enough to outweigh the start of a task, small enough to lose little in a kill.
 TASK_BYTES = 8 << 20
-# A fast tokenizer must agree with the model's own on this much text from each of several units.
+# A fast tokenizer must agree with the model's tokenizer on this much text from each of several units.
 SAMPLE_UNITS = 16
 SAMPLE_CHARS = 1 << 16
-SAMPLE_RECORDS = 10_000  # read at most per unit, so that a file of bad records is not read whole
+SAMPLE_RECORDS = 10_000  # maximum per unit, so that a file of bad records is not read completely
 # Estimates for text that is not tokenized yet.
 CHARS_PER_TOKEN = 4.0
 EXPANSION = {".zst": 3.0, ".gz": 3.0, ".bz2": 3.5, ".xz": 3.5, ".zip": 3.0, ".tgz": 3.0, ".parquet": 2.0, ".whl": 3.0}
@@ -49,8 +49,8 @@ class Document:
     id: str  # "<file name>:<record number>", counted from 1 as editors count lines
     text: str
     tokens: np.ndarray | None = None  # uint32, if the source is already tokenized; `text` may then be empty
-    left_out: tuple[tuple[str, str], ...] = ()  # parts of a document that were skipped: (name, reason)
-    messages: tuple[Message, ...] = ()  # a conversation that is not rendered yet; `text` is then empty
+    left_out: tuple[tuple[str, str], ...] = ()  # skipped parts of a document: (name, reason)
+    messages: tuple[Message, ...] = ()  # a conversation that is not rendered yet; then `text` is empty
     loss_mask: np.ndarray | None = None  # bool, over target tokens; None means all of them
 
 
@@ -61,12 +61,12 @@ class Bad:
     file: str
     record: str  # "line 17", "record 3", "after line 40"
     reason: str  # a short name to count by, such as "invalid_utf8"
-    detail: str  # a sentence for people
+    detail: str  # a sentence for users
 
 
 @dataclass(frozen=True, slots=True)
 class Filtered:
-    """A record that was read and left out on purpose, counted by its reason."""
+    """A record that was read and deliberately skipped, counted by reason."""
 
     id: str
     reason: str  # such as "empty"
@@ -76,26 +76,26 @@ Item = Document | Bad | Filtered
 
 
 class Estimate(NamedTuple):
-    """What a source is expected to hold before it is tokenized."""
+    """Estimated size of a source before it is tokenized."""
 
     tokens: int | None  # None if unknown
-    why: str  # where the number comes from
+    why: str  # origin of the number
     document_len: float | None = None  # mean tokens per document, if known
 
 
 class Source(Config):
-    """Where documents come from: the settings of one kind, and everything that others ask about it.
+    """A source of documents: the settings of one kind, and its interface to the rest of the package.
 
     A subclass narrows `kind` to a Literal with one name and implements `units`, `divide`, `read` and `estimate`.
     """
 
     kind: str = Field(description="Kind of source.")
 
-    path_keys: ClassVar[tuple[str, ...]] = ()  # keys that hold paths, which recipes resolve and check
-    file_endings: ClassVar[tuple[str, ...]] = ()  # endings of single files that are recognized as this kind
+    path_keys: ClassVar[tuple[str, ...]] = ()  # keys whose paths recipes resolve and check
+    file_endings: ClassVar[tuple[str, ...]] = ()  # suffixes of single files that are recognized as this kind
     seeded: ClassVar[bool] = False  # documents depend on the seed
     generated: ClassVar[bool] = False  # documents are generated instead of read
-    is_chat: ClassVar[bool] = False  # documents are conversations, to be rendered with a chat template
+    is_chat: ClassVar[bool] = False  # documents are conversations, which a chat template renders
 
     @property
     def token_limit(self) -> int | None:
@@ -104,12 +104,12 @@ class Source(Config):
 
     @property
     def max_bad_share(self) -> float:
-        """Share of unreadable records above which the build fails."""
+        """Return the share of unreadable records above which the build fails."""
         return 0.0
 
     @property
     def paths(self) -> dict[str, str]:
-        """The paths that are set, by key."""
+        """Return the paths that are set, by key."""
         return {key: value for key in self.path_keys if (value := getattr(self, key)) is not None}
 
     def with_paths(self, resolve: Callable[[str], str]) -> Self:
@@ -117,15 +117,15 @@ class Source(Config):
         return self.model_copy(update={key: resolve(value) for key, value in self.paths.items()})
 
     def may_be_remote(self, path: str) -> bool:
-        """Whether a path that does not exist here may still be readable, such as a Hub id."""
+        """Return whether a path that does not exist locally may still be readable, such as a Hub id."""
         return False
 
     def chat_template(self, root: Path) -> str | None:
-        """The text of a template that replaces the tokenizer's chat template."""
+        """Return the text of a template that replaces the tokenizer's chat template."""
         return None
 
     def units(self, root: Path) -> list[Path]:
-        """List what is read from disk (files, folders or archives), sorted; ConfigError if there is nothing."""
+        """List the units to read (files, folders or archives), sorted; ConfigError if there are none."""
         raise NotImplementedError
 
     def input_files(self, units: Sequence[Path]) -> list[tuple[Path, Path]]:
@@ -133,50 +133,50 @@ class Source(Config):
         return [(unit, file) for unit in units for file in files_below(unit)]
 
     def content_marks(self, units: Sequence[Path]) -> list[Any] | None:
-        """What identifies the content of units that are not on this machine; None if they are files to hash."""
+        """Return marks that identify the content of remote units; None if the units are local files to hash."""
         return None
 
     def limited(self, tokens: int | None) -> Self:
-        """A copy that stops at what a recipe needs, if this source reads no further by itself; None is unknown."""
+        """Return a copy that stops at the `tokens` a recipe needs, for sources that stream; None: unknown."""
         return self
 
     def has_loss_masks(self, units: Sequence[Path]) -> bool:
-        """Whether some documents have a loss mask; in the corpus then all have one."""
+        """Return whether some documents have a loss mask; then all documents of the corpus get one."""
         return self.is_chat
 
     def divide(self, units: list[Path], seed: int) -> list[Any]:
-        """Divide the work. Each task is picklable and writes one shard, so the division must not depend on workers."""
+        """Divide the work into picklable tasks. Each writes one shard, so the division must not depend on workers."""
         raise NotImplementedError
 
     def spill_tasks(self, units: list[Path]) -> list[Any]:
-        """Divide the work of a first pass that sorts the input on disk; a source without one returns nothing.
+        """Divide the work of a first pass that sorts the input on disk; empty for a source without one.
 
-        `spill` is called for each task, then `divide_spilled` replaces `divide`. Both get the number of parts that
-        `num_parts` returns, which must not depend on workers.
+        `spill` is called for each task, then `divide_spilled` replaces `divide`. Both get the number of parts from
+        `num_parts`, which must not depend on workers.
         """
         return []
 
     def num_parts(self, units: list[Path]) -> int:
-        """Number of parts that the first pass divides the input into."""
+        """Return the number of parts that the first pass divides the input into."""
         raise NotImplementedError
 
     def spill(self, task: Any, number: int, num_parts: int, folder: Path, seed: int) -> None:
-        """Write task `number` of the first pass into the folder, as a run of spill.py."""
+        """Write the output of task `number` of the first pass into the folder, as a run of spill.py."""
         raise NotImplementedError
 
     def divide_spilled(self, folder: Path, num_parts: int) -> list[Any]:
-        """The tasks that read what the first pass wrote."""
+        """Return the tasks that read the output of the first pass."""
         raise NotImplementedError
 
     def read(self, task: Any, seed: int, encoder: Encoder | None = None) -> Iterator[Item]:
         """Yield exactly one item per record of a task, in order.
 
-        A file that breaks off counts as one more `Bad` record, because its number of records is unknown.
+        A truncated file counts as one more `Bad` record, because its number of records is unknown.
         """
         raise NotImplementedError
 
     def sample(self, units: list[Path], seed: int) -> Iterator[str]:
-        """Yield texts from all over the source, to check a fast tokenizer on."""
+        """Yield texts from across the source, to check a fast tokenizer."""
         raise NotImplementedError
 
     def estimate(self) -> Estimate:
@@ -185,7 +185,7 @@ class Source(Config):
 
 
 class FileSource(Source):
-    """The common settings of sources that are read from files. A subclass implements `read_units`."""
+    """Common settings of sources that are read from files. A subclass implements `read_units`."""
 
     path: str = Field(description="A file, a folder or a glob pattern.")
     limit: Size | None = Field(None, description="Stop after about this many tokens. Default: read everything.")
@@ -194,7 +194,7 @@ class FileSource(Source):
     )
 
     path_keys: ClassVar[tuple[str, ...]] = ("path",)
-    endings: ClassVar[tuple[str, ...]] = ("",)  # of the files that are taken from a folder
+    endings: ClassVar[tuple[str, ...]] = ("",)  # suffixes of the files that are read from a folder
 
     @property
     def token_limit(self) -> int | None:
@@ -214,7 +214,7 @@ class FileSource(Source):
         return self.read_units(task, seed)
 
     def read_units(self, units: Sequence[Path], seed: int = 0) -> Iterator[Item]:
-        """Yield exactly one item per record, units in order; what a kind of files implements."""
+        """Yield exactly one item per record, units in order. Subclasses implement this."""
         raise NotImplementedError
 
     def sample(self, units: list[Path], seed: int) -> Iterator[str]:
@@ -223,7 +223,7 @@ class FileSource(Source):
             for item in islice(read_items(self, [units[index]], seed), SAMPLE_RECORDS):
                 if isinstance(item, Document):
                     if item.tokens is not None:
-                        return  # nothing is left to tokenize
+                        return  # enough text
                     yield item.text[: SAMPLE_CHARS - chars]
                     chars += len(item.text)
                 if chars >= SAMPLE_CHARS:
@@ -232,7 +232,7 @@ class FileSource(Source):
     def estimate(self) -> Estimate:
         files = list(matching_files(self.path))
         if not files:
-            why = f"{self.path} is not here"
+            why = f"{self.path} is not on this machine"
             return Estimate(self.limit, f"its limit; {why}" if self.limit else why)
         tokens = self.estimate_tokens(files)
         size = format_count(sum(file.stat().st_size for file in files))
@@ -248,7 +248,7 @@ class FileSource(Source):
 
 
 def group_units(units: Sequence[Path], num_bytes: int) -> list[list[Path]]:
-    """Group consecutive units; a group is closed when it has reached `num_bytes`."""
+    """Group consecutive units; a group ends when it reaches `num_bytes`."""
     groups: list[list[Path]] = [[]]
     size = 0
     for unit in units:
@@ -261,7 +261,7 @@ def group_units(units: Sequence[Path], num_bytes: int) -> list[list[Path]]:
 
 
 def read_items(source: Source, task: Any, seed: int = 0, encoder: Encoder | None = None) -> Iterator[Item]:
-    """Yield what `source.read` yields, with names that can be stored as UTF-8 (file systems allow any bytes)."""
+    """Yield the items of `source.read`, with names converted to valid UTF-8 (file systems allow any bytes)."""
     for item in source.read(task, seed, encoder):
         name = item.file if isinstance(item, Bad) else item.id
         try:
@@ -274,7 +274,7 @@ def read_items(source: Source, task: Any, seed: int = 0, encoder: Encoder | None
 
 
 def read_strictly(source: FileSource, units: Sequence[Path], seed: int = 0) -> Iterator[Document]:
-    """Yield the documents; DataError at the first record that cannot be read."""
+    """Yield the documents; DataError at the first unreadable record."""
     for item in read_items(source, units, seed):
         if isinstance(item, Bad):
             raise DataError(f"{item.file}, {item.record}: {item.detail}.")

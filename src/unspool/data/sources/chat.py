@@ -1,7 +1,7 @@
 """Source kind `chat`: conversations in JSON lines or Parquet files, one per record.
 
-The shapes that conversations come in are all turned into messages of three roles: system, user, assistant. They are
-rendered with a chat template later, when they are tokenized.
+All record formats are converted to messages of three roles: system, user, assistant. A chat template renders them
+later, at tokenization.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from unspool.data.sources.arrow import Columns
 
-# Fields that may hold the messages, in this order, unless the source names one.
+# Fields that may hold the messages, in order of preference, unless the source names one.
 FIELDS = ("messages", "conversations", "conversation", "data")
 SYSTEM_FIELD = "system"
 
@@ -64,7 +64,7 @@ class ChatSource(FileSource):
     def read_units(self, units: Sequence[Path], seed: int = 0) -> Iterator[Item]:
         for path in units:
             if path.suffix == ".parquet":
-                # pyarrow takes long to import, and checking a recipe needs none of it.
+                # pyarrow takes long to import, and checking a recipe does not need it.
                 from unspool.data.sources.arrow import read_parquet
 
                 yield from read_parquet(path, partial(self._choose_columns, path))
@@ -88,7 +88,7 @@ class ChatSource(FileSource):
         for offset in range(batch.num_rows):
             record = number + offset
             try:
-                # One by one: Arrow does not check strings in files, and one bad string must not cost the others.
+                # One by one: Arrow does not check strings in files, and one bad string must not cost the other records.
                 (values,) = batch.slice(offset, 1).to_pylist()
                 yield self._document(path.name, record, values)
             except Unreadable as error:
@@ -108,9 +108,9 @@ def parse_conversation(record: Mapping[str, Any], field: str | None) -> tuple[Me
     if isinstance(system, str) and system.strip() and messages and messages[0].role != "system":
         messages.insert(0, Message("system", system))
     if not any(message.content.strip() for message in messages):
-        raise Unreadable("empty_conversation", "a conversation without any text")
+        raise Unreadable("empty_conversation", "the conversation has no text")
     if not any(message.role == "assistant" for message in messages):
-        raise Unreadable("no_assistant", "a conversation without an assistant message, so nothing would be trained on")
+        raise Unreadable("no_assistant", "the conversation has no assistant message, so nothing would be trained on")
     if sum(len(message.content) for message in messages) > MAX_RECORD_BYTES:
         raise Unreadable("too_long", f"more than {MAX_RECORD_BYTES >> 20} MiB in one conversation")
     return tuple(Message(message.role, checked_text(message.content)) for message in messages)
@@ -141,7 +141,9 @@ def _parse_message(turn: Any, number: int) -> Message:
     if role in _TOOLS or turn.get("tool_calls") or turn.get("function_call"):
         raise Unreadable("tool_role", f"message {number} is part of a tool call, which is not supported yet")
     if role not in ROLES:
-        raise Unreadable("unknown_role", f"message {number} has the role {role[:40]!r}; known are {', '.join(ROLES)}")
+        raise Unreadable(
+            "unknown_role", f"message {number} has the role {role[:40]!r}; known roles are {', '.join(ROLES)}"
+        )
     return Message(ROLES[role], _join_text(turn.get(content_key), content_key, number))
 
 
@@ -149,13 +151,15 @@ def _join_text(content: Any, key: str, number: int) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise Unreadable("not_text", f"{key} of message {number} must be a text, not {_type_name(content)}")
+        raise Unreadable("not_text", f"{key} of message {number} must be text, not {_type_name(content)}")
     texts: list[str] = []
     for part in content:
         text = part if isinstance(part, str) else part.get("text") if isinstance(part, Mapping) else None
         if not isinstance(text, str):
             kind = part.get("type", "unknown") if isinstance(part, Mapping) else _type_name(part)
-            raise Unreadable("not_text", f"message {number} has a part of type {str(kind)[:40]}; only text can be used")
+            raise Unreadable(
+                "not_text", f"message {number} has a part of type {str(kind)[:40]}; only text is supported"
+            )
         texts.append(text)
     return "".join(texts)
 

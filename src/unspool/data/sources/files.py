@@ -1,6 +1,6 @@
 """Find, decompress, split and decode the files of sources.
 
-Memory is bounded by one line below the limit. Truncated files are detected.
+Memory is limited by the maximum length of a line. Truncated files are detected.
 """
 
 import glob
@@ -19,7 +19,7 @@ _ZSTD_PIECE = 4 << 10
 
 
 class Unreadable(Exception):  # noqa: N818
-    """Content that cannot be read: the reason to count it by, and a sentence for people."""
+    """Content that cannot be read: the reason to count it by, and a sentence for users."""
 
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(detail)
@@ -28,9 +28,9 @@ class Unreadable(Exception):  # noqa: N818
 
 
 def damaged(error: Exception, path: Path, what: str = "{}") -> Unreadable:
-    """What to raise for content that a library could not read; raises errors of the operating system themselves.
+    """Return the exception for content that a library could not read; re-raise operating system errors.
 
-    A file that vanishes, or a disk that fails, says nothing about the content: the next run may read it.
+    A vanished file or a failing disk is not a property of the content: the next run may be able to read it.
     """
     with naming(path):
         if system_error(error) is not None:
@@ -41,7 +41,7 @@ def damaged(error: Exception, path: Path, what: str = "{}") -> Unreadable:
 def find_files(path: str, root: Path, *, kind: str, endings: tuple[str, ...]) -> list[Path]:
     """List the files of a source, sorted: one file, a folder's files with these endings, or the matches of a pattern.
 
-    Hidden files in folders are skipped. The ending "" takes every file.
+    Hidden files in folders are skipped. The suffix "" matches every file.
     """
     full = root / Path(path).expanduser()
     if full.is_file():
@@ -51,9 +51,9 @@ def find_files(path: str, root: Path, *, kind: str, endings: tuple[str, ...]) ->
         found = [file for file in found if file.name.endswith(endings) and file.is_file()]
         if not found:
             wanted = "plain text" if "" in endings else " or ".join(endings)
-            raise ConfigError(f"folder {full} holds no {wanted} files; a source of kind {kind} needs at least one.")
+            raise ConfigError(f"folder {full} holds no {wanted} files; give a source of kind {kind} at least one.")
         return sorted(found)
-    # glob.glob and not Path.glob, which refuses absolute patterns.
+    # glob.glob instead of Path.glob, which rejects absolute patterns.
     matches = sorted(file for file in map(Path, glob.glob(str(full), recursive=True)) if file.is_file())  # noqa: PTH207
     if not matches:
         raise ConfigError(nothing_found(path, full))
@@ -61,13 +61,13 @@ def find_files(path: str, root: Path, *, kind: str, endings: tuple[str, ...]) ->
 
 
 def nothing_found(path: str, full: Path) -> str:
-    """An error message for a path without files."""
+    """Return the error message for a path without files."""
     what = "matches no file" if glob.has_magic(str(full)) else "does not exist"
     return f"path {path!r} {what} (looked for {full}); give a file, a folder or a pattern."
 
 
 def matching_files(path: str) -> Iterator[Path]:
-    """Yield all files of a file, a folder or a pattern; nothing if there are none."""
+    """Yield all files of a file, folder or pattern; nothing if none match."""
     found = glob.iglob(path, recursive=True) if glob.has_magic(path) else iter([path])  # noqa: PTH207
     for match in map(Path, found):
         if match.is_file():
@@ -84,7 +84,7 @@ def files_below(unit: Path) -> list[Path]:
 
 
 def chunks(path: Path) -> Iterator[bytes]:
-    """Yield the file's content, decompressed by its ending; Unreadable if the file is truncated."""
+    """Yield the file's content, decompressed by its suffix; Unreadable if the file is truncated."""
     try:
         if path.suffix == ".zst":
             yield from _zstd_chunks(path)
@@ -99,8 +99,8 @@ def chunks(path: Path) -> Iterator[bytes]:
 
 
 def _zstd_chunks(path: Path) -> Iterator[bytes]:
-    # zstandard's stream_reader reads a truncated file without an error; a decompressobj knows whether its frame
-    # ended. Only small pieces go in, because the output of one can be 32,000 times larger.
+    # zstandard's stream_reader reads a truncated file without an error, but a decompressobj knows whether its frame has
+    # ended. Only small pieces are fed in, because the output can be 32,000 times larger.
     frame = None
     with path.open("rb") as file:
         while data := file.read(_ZSTD_PIECE):
@@ -114,8 +114,8 @@ def _zstd_chunks(path: Path) -> Iterator[bytes]:
 
 
 def lines(parts: Iterable[bytes], limit: int) -> Iterator[bytes | None]:
-    """Yield the lines without their ends; None for a line of more than `limit` bytes, which is never held whole."""
-    begun: list[bytes] = []  # the parts of a line that spans chunks; joined once, however long it is
+    """Yield the lines without their ends; None for a line above `limit` bytes, which is never kept in memory."""
+    begun: list[bytes] = []  # parts of a line that spans chunks; joined only once
     held = 0
     for chunk in parts:
         start = 0
@@ -133,7 +133,7 @@ def lines(parts: Iterable[bytes], limit: int) -> Iterator[bytes | None]:
 
 
 def decode(data: bytes) -> str:
-    """Decode UTF-8, with or without a byte order mark; Unreadable if it is something else."""
+    """Decode UTF-8, with or without a byte order mark; Unreadable if it is invalid."""
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -147,8 +147,8 @@ def checked_text(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        # JSON can spell half of a surrogate pair, which is not a character and cannot be tokenized.
-        raise Unreadable("surrogate", f"half a surrogate pair at character {error.start}") from error
+        # JSON can encode an unpaired surrogate, which is not a character and cannot be tokenized.
+        raise Unreadable("surrogate", f"an unpaired surrogate at character {error.start}") from error
     return text
 
 
@@ -159,12 +159,12 @@ def printable(name: str) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, without a full stop."""
+    """Return the first line of an error's message, without a full stop."""
     return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
 
 
 def list_names(names: Iterable[str], nothing: str, most: int = 12) -> str:
-    """The first names, quoted, for error messages; `nothing` if there are none."""
+    """List the first names, quoted, for error messages; `nothing` if there are none."""
     return ", ".join(map(repr, list(names)[:most])) or nothing
 
 

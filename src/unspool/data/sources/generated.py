@@ -1,4 +1,4 @@
-"""The base class of sources whose documents are generated, and the prose that these are built around."""
+"""Base class of sources whose documents are generated, and the prose around the generated facts."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -17,7 +17,7 @@ _SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
 
 
 class GeneratedSource(Source):
-    """The common settings of generated sources."""
+    """Common settings of generated sources."""
 
     tokens: Size = Field(description="Number of tokens to generate, approximately.")
     length: tuple[Size, Size] = Field(description="Shortest and longest document, in tokens.")
@@ -44,7 +44,7 @@ class GeneratedSource(Source):
             yield from text_or_jsonl(self.prose).sample(units, seed)
 
     def estimate(self) -> Estimate:
-        return Estimate(self.tokens, "as many as are generated", sum(self.length) / 2)
+        return Estimate(self.tokens, "the number of tokens to generate", sum(self.length) / 2)
 
     def read_prose(self, units: list[Path]) -> Iterator[str]:
         """Yield the texts of the prose files; DataError at a record that cannot be read."""
@@ -69,6 +69,6 @@ def split_sentences(
             break
     if not sentences:
         raise DataError(
-            f"{kind}: the prose holds no sentence of {shortest} to {longest} characters; give it ordinary text."
+            f"{kind}: the prose has no sentence of {shortest} to {longest} characters; use files of ordinary text."
         )
     return sentences

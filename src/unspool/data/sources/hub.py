@@ -1,9 +1,9 @@
 """Source kind `hf`: Hugging Face datasets from the Hub or a folder, read without the `datasets` library.
 
-Configuration and split are found by the Hub's own rules: first the `configs` of the dataset card, then names like
+Configuration and split are found by the Hub's rules: first the `configs` of the dataset card, then names like
 data/train-00000-of-00002.parquet, then folders or files named after a split; otherwise all files are `train`. If a
-split has files of several formats, the most frequent one is read, as on the Hub. A dataset on the Hub is read as far
-as it is needed (hub_stream.py).
+split has files of several formats, the most frequent format is read, as on the Hub. A dataset on the Hub is streamed
+only as far as needed (hub_stream.py).
 """
 
 import json
@@ -65,7 +65,7 @@ class HfSource(FileSource):
         return _HUB_ID.fullmatch(path) is not None
 
     def limited(self, tokens: int | None) -> Self:
-        """A dataset on the Hub is read as far as the recipe needs it, unless `limit` is set; a folder is read whole."""
+        """Limit a Hub dataset to what the recipe needs, unless `limit` is set; a folder is read completely."""
         if tokens is None or self.limit is not None or Path(self.path).expanduser().exists():
             return self
         return self.model_copy(update={"limit": tokens})
@@ -78,10 +78,12 @@ class HfSource(FileSource):
             return [path]
         if self.may_be_remote(self.path):
             return _find_remote(self, path)
-        raise ConfigError(f"path {self.path!r} is no folder (looked for {path}) and no Hub id such as org/name.")
+        raise ConfigError(
+            f"path {self.path!r} is neither a folder (looked for {path}) nor a Hub id; give one such as org/name."
+        )
 
     def local_files(self, root: Path) -> list[Path]:
-        """The split's files, all of them downloaded."""
+        """Return the split's files, all downloaded."""
         return [download_file(unit) for unit in self.units(root)]
 
     def content_marks(self, units: Sequence[Path]) -> list[Any] | None:
@@ -102,7 +104,7 @@ class HfSource(FileSource):
         return self.read_units(task, seed)
 
     def read_units(self, units: Sequence[Path], seed: int = 0) -> Iterator[Item]:
-        # pyarrow takes long to import, and checking a recipe needs none of it.
+        # pyarrow takes long to import, and checking a recipe does not need it.
         from unspool.data.sources.arrow import open_parquet, read_arrow, read_text_column
 
         lines = JsonlSource(kind="jsonl", path=self.path, text=self.text)
@@ -146,23 +148,23 @@ def _folder_files(source: HfSource, folder: Path) -> list[Path]:
 
 
 def _saved_files(source: HfSource, folder: Path) -> list[Path]:
-    """The files of a dataset that `save_to_disk` wrote."""
+    """Return the files of a dataset that `save_to_disk` wrote."""
     state_path = folder / "state.json"
     state = _read_json(state_path)
     saved = state.get("_split")
-    # A saved split may also be a slice such as "train[:1%]" or a sum, which nobody can ask for by name.
+    # A saved split may also be a slice such as "train[:1%]" or a sum, which no setting can name.
     if isinstance(saved, str) and saved.isidentifier():
         _check_split(source, [saved], str(folder))
     listed = state.get("_data_files")
     entries = listed if isinstance(listed, list) else []
     names = [str(entry.get("filename")) for entry in entries if isinstance(entry, dict)]
     if not names:
-        raise DataError(f"{state_path}: names no data files; was the dataset saved completely?")
-    # Compared with a listing, because opening a file by a damaged name can fail in other ways.
+        raise DataError(f"{state_path}: lists no data files; save the dataset again.")
+    # Compare with a listing, because opening a file with a damaged name can fail in other ways.
     present = {file.name for file in folder.iterdir() if file.is_file()}
     for name in names:
         if name not in present:
-            raise DataError(f"{state_path}: names {name[:80]!r}, which does not exist; copy the whole folder again.")
+            raise DataError(f"{state_path}: lists {name[:80]!r}, which does not exist; copy the whole folder again.")
     return [folder / name for name in sorted(names)]
 
 
@@ -172,15 +174,15 @@ def _read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{path}: cannot be read as JSON ({first_line(error)}).") from error
     if not isinstance(content, dict):
-        raise DataError(f"{path}: a JSON object was expected, not {type(content).__name__}.")
+        raise DataError(f"{path}: expected a JSON object, not {type(content).__name__}.")
     return content
 
 
-# Which files belong to a configuration and a split
+# The files of a configuration and a split
 
 
 def _choose_files(source: HfSource, names: Sequence[str], card: str, where: str) -> list[str]:
-    """The names of the split's files, sorted; none if all have formats that cannot be read."""
+    """Return the names of the split's files, sorted; none if no format is supported."""
     data = sorted(name for name in names if _format(name) and not re.search(r"(^|/)(\.|__)", name))
     configs = _card_configs(card, where)
     if configs:
@@ -193,7 +195,9 @@ def _choose_files(source: HfSource, names: Sequence[str], card: str, where: str)
         base = source.config or ""
         below = _names_below(data, base)
         if base and data and not below:
-            raise ConfigError(f"{where}: no configuration {base!r}: the card names none, and no such folder has data.")
+            raise ConfigError(
+                f"{where}: configuration {base!r} does not exist: the card lists none, and no such folder has data."
+            )
         splits = _default_splits(below)
     if not below:
         return []
@@ -221,7 +225,7 @@ def _config_name(source: HfSource, configs: dict[str, dict[str, Any]], where: st
 
 
 def _card_configs(card: str, where: str) -> dict[str, dict[str, Any]]:
-    """The `configs` in the front matter of README.md, by name."""
+    """Parse the `configs` in the front matter of README.md, by name."""
     head = re.match(r"\ufeff?---\s*\n(.*?)\n---\s*(\n|$)", card.replace("\r\n", "\n"), re.DOTALL)
     try:
         content = yaml.safe_load(head[1]) if head else None
@@ -233,7 +237,7 @@ def _card_configs(card: str, where: str) -> dict[str, dict[str, Any]]:
 
 
 def _split_patterns(data_files: Any, where: str) -> dict[str, list[str]]:
-    """Patterns by split, from any form a card may use; without a split they mean `train`."""
+    """Parse patterns by split, in any form a card may use; patterns without a split mean `train`."""
     found: dict[str, list[str]] = {}
     for entry in data_files if isinstance(data_files, list) else [data_files]:
         split, paths = (entry.get("split"), entry.get("path")) if isinstance(entry, dict) else ("train", entry)
@@ -256,7 +260,7 @@ def _parts(path: str) -> list[str]:
 
 
 def _matches(name: list[str], pattern: list[str]) -> bool:
-    """Match folder by folder: ** stands for any number of them, * stays within one."""
+    """Match folder by folder: ** matches any number of folders, * stays within one."""
     if not pattern:
         return not name
     if pattern[0] == "**":
@@ -265,7 +269,7 @@ def _matches(name: list[str], pattern: list[str]) -> bool:
 
 
 def _default_splits(names: list[str]) -> dict[str, list[str]]:
-    """The splits of a dataset whose card names none: the first of the Hub's rules that matches any file."""
+    """Find the splits of a dataset whose card lists none, by the first of the Hub's rules that matches any file."""
     splits: dict[str, list[str]] = {}
     for name in names:
         if match := _SHARDED.fullmatch(name):
@@ -290,7 +294,7 @@ def _most_frequent_format(names: list[str]) -> list[str]:
 
 
 def _find_remote(source: HfSource, looked_for: Path) -> list[Path]:
-    # Takes long to import, and only this needs it.
+    # Slow to import, and needed only here.
     import huggingface_hub as hub
     from huggingface_hub.errors import RepositoryNotFoundError
 
@@ -306,7 +310,7 @@ def _find_remote(source: HfSource, looked_for: Path) -> list[Path]:
                 card = Path(file).read_text(encoding="utf-8", errors="replace")
             chosen = _choose_files(source, names, card, name)
         if not chosen and source.revision is None:
-            # The converted branch is always of the newest commit, so it cannot replace a requested revision.
+            # The converted branch always belongs to the newest commit, so it cannot replace a requested revision.
             revision, names = _list_files(hub.HfApi(), source.path, _CONVERTED)
             chosen = _choose_converted(source, names)
     except (ConfigError, DataError):
@@ -315,7 +319,7 @@ def _find_remote(source: HfSource, looked_for: Path) -> list[Path]:
         hint = "check the name, or log in with `hf auth login` if it is private"
         raise ConfigError(f"path {source.path!r}: no folder {looked_for} and no such {name}; {hint}.") from error
     except Exception as error:
-        # Versions of huggingface_hub raise the errors of three HTTP libraries, which have no common parent.
+        # Versions of huggingface_hub raise the errors of three HTTP libraries, which have no common base class.
         command = f"hf download --repo-type dataset {source.path} --local-dir FOLDER"
         raise ConfigError(
             f"path {source.path!r}: no folder {looked_for}, and {name} cannot be read ({first_line(error)}); "
@@ -327,7 +331,7 @@ def _find_remote(source: HfSource, looked_for: Path) -> list[Path]:
 
 
 def _list_files(api: Any, name: str, revision: str | None) -> tuple[str, list[str]]:
-    """The commit, so that all files are of the same one, and the files it has."""
+    """Return the current commit and its files, so that all files come from the same commit."""
     commit = str(api.dataset_info(name, revision=revision).sha)
     return commit, api.list_repo_files(name, repo_type="dataset", revision=commit)
 

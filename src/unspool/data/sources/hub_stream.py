@@ -1,8 +1,8 @@
-"""Read a Hub dataset as far as it is needed, instead of downloading it first.
+"""Stream a Hub dataset as far as needed, instead of downloading it first.
 
-A file on the Hub is the path hf:/datasets/ORG/NAME@COMMIT/FILE, which is found again on every machine. Parquet is read
-by row groups and by column, through range requests. Other formats cannot be read from the middle; such a file is
-downloaded to the usual cache when its turn comes. What is in that cache already is read from there.
+A file on the Hub is the path hf:/datasets/ORG/NAME@COMMIT/FILE, which is valid on every machine. Parquet is read by row
+groups and columns, through range requests. Files in other formats are downloaded completely to the usual cache when
+they are needed. Files that are already in that cache are read from there.
 """
 
 import io
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
     import pyarrow.parquet as pq
 
 _SCHEME = ("hf:", "datasets")
-# Uncompressed bytes per task: what a killed task fetches again, and what may be fetched beyond a limit per worker.
+# Uncompressed bytes per task: a killed task fetches as much again, and each worker may fetch as much beyond a limit.
 TASK_BYTES = 64 << 20
-# No tokenizer needs more bytes for a token of text; how much of a dataset can be needed for a limit.
+# No tokenizer needs more bytes for a token of text; determines how much of a dataset a limit can need.
 MOST_BYTES_PER_TOKEN = 32
 _PATHS_PER_REQUEST = 500
 
 
 class HubRows(NamedTuple):
-    """A task: the row groups `first` to below `last` of a Parquet file on the Hub."""
+    """A task: row groups `first` to `last` - 1 of a Parquet file on the Hub."""
 
     path: Path
     first: int
@@ -38,7 +38,7 @@ def hub_path(dataset: str, commit: str, name: str) -> Path:
 
 
 def split_hub_path(path: Path) -> tuple[str, str, str] | None:
-    """Dataset, commit and name of a file on the Hub; None for a local file."""
+    """Split the path of a Hub file into dataset, commit and name; None for a local file."""
     if path.parts[:2] != _SCHEME:
         return None
     organization, at, rest = "/".join(path.parts[2:]).partition("@")
@@ -48,9 +48,9 @@ def split_hub_path(path: Path) -> tuple[str, str, str] | None:
 
 
 def divide_remote(units: Sequence[Path], limit: int | None) -> list[HubRows | list[Path]]:
-    """Divide files on the Hub: Parquet into groups of row groups, each other file for itself.
+    """Divide files on the Hub into tasks: groups of row groups for Parquet, one file for other formats.
 
-    Only as many files are looked at as `limit` tokens can need.
+    Only as many files are opened as `limit` tokens can need.
     """
     tasks: list[HubRows | list[Path]] = []
     total = 0
@@ -72,7 +72,7 @@ def divide_remote(units: Sequence[Path], limit: int | None) -> list[HubRows | li
 
 
 def content_marks(units: Sequence[Path]) -> list[list[str]]:
-    """[name, hash of the content] of files on the Hub, so that a commit to its README changes nothing."""
+    """Return [name, content hash] of files on the Hub, so that a commit that changes only README.md has no effect."""
     import huggingface_hub as hub
 
     found = [split for unit in units if (split := split_hub_path(unit)) is not None]
@@ -87,7 +87,7 @@ def content_marks(units: Sequence[Path]) -> list[list[str]]:
 
 
 def download_file(path: Path) -> Path:
-    """The local copy of a file on the Hub, fetched if it is not there; a local path is returned as it is."""
+    """Return the local copy of a Hub file, downloaded if necessary; a local path is returned unchanged."""
     split = split_hub_path(path)
     if split is None:
         return path
@@ -117,7 +117,7 @@ _footers: dict[Path, Any] = {}
 
 
 def _footer(path: Path, file: "_RemoteFile") -> Any:
-    """The metadata of a file, kept by a process for its next task: of large files it has megabytes."""
+    """Return the metadata of a file, cached for the next task of this process: large files have megabytes of it."""
     import pyarrow.parquet as pq
 
     if path not in _footers:
@@ -133,7 +133,7 @@ def _file_system(kind: Any) -> Any:
 
 
 class _RemoteFile(io.RawIOBase):
-    """Exactly the bytes that are asked for; a failed request is a DataError and never taken for damaged content."""
+    """Read exactly the requested bytes; a failed request is a DataError and never treated as damaged content."""
 
     def __init__(self, path: Path, name: str) -> None:
         super().__init__()
@@ -161,7 +161,7 @@ class _RemoteFile(io.RawIOBase):
 
 
 class _fetching:  # noqa: N801
-    """Turns an error of a request into a DataError; huggingface_hub raises those of three HTTP libraries."""
+    """Turn errors of requests into DataErrors; huggingface_hub raises those of three HTTP libraries."""
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -172,6 +172,6 @@ class _fetching:  # noqa: N801
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, Exception) and not isinstance(error, DataError):
             raise DataError(
-                f"{self._what} cannot be fetched ({first_line(error)}); run the same command again to continue where "
-                "it stopped."
+                f"{self._what} cannot be downloaded ({first_line(error)}); run the same command again to continue "
+                "where it stopped."
             ) from error

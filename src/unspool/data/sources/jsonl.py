@@ -1,4 +1,4 @@
-"""Source kind `jsonl`: JSON lines, plain, .gz or .zst, one document per line that is not blank."""
+"""Source kind `jsonl`: JSON lines, plain, .gz or .zst, one document per non-blank line."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -35,14 +35,14 @@ class JsonlSource(FileSource):
 
 
 def text_or_jsonl(path: str) -> FileSource:
-    """The source that reads a path which may hold JSON lines or plain text."""
+    """Choose the source for a path that may hold JSON lines or plain text."""
     if ".jsonl" in Path(path).name:
         return JsonlSource(kind="jsonl", path=path)
     return TextSource(kind="text", path=path)
 
 
 def read_jsonl(path: Path, use: Callable[[int, dict[str, object]], T]) -> Iterator[T | Bad]:
-    """Yield `use(line number, object)` for every line that is not blank, or why that is impossible."""
+    """Yield `use(line number, object)` for every non-blank line, or a `Bad` with the reason."""
     number = 0
     try:
         for number, line in enumerate(lines(chunks(path), MAX_RECORD_BYTES), start=1):
@@ -57,7 +57,7 @@ def read_jsonl(path: Path, use: Callable[[int, dict[str, object]], T]) -> Iterat
 
 
 def parse_record(line: bytes | None) -> dict[str, object]:
-    """Parse a line's JSON object; Unreadable if it is none."""
+    """Parse a line's JSON object; Unreadable if it is not one."""
     if line is None:
         raise Unreadable("too_long", f"more than {MAX_RECORD_BYTES >> 20} MiB in one line")
     text = decode(line)
@@ -66,15 +66,15 @@ def parse_record(line: bytes | None) -> dict[str, object]:
     except json.JSONDecodeError as error:
         raise Unreadable("broken_json", f"not valid JSON ({error.msg} at column {error.colno})") from error
     except (ValueError, RecursionError) as error:
-        # Numbers of thousands of digits, brackets nested thousands deep.
+        # Numbers of thousands of digits, or brackets nested thousands deep.
         raise Unreadable("broken_json", f"JSON that cannot be read ({error})") from error
     if not isinstance(record, dict):
-        raise Unreadable("not_an_object", f"a JSON object was expected, not {type(record).__name__}")
+        raise Unreadable("not_an_object", f"expected a JSON object, not {type(record).__name__}")
     return record
 
 
 def text_field(record: dict[str, object], field: str) -> str:
-    """The text in a field; Unreadable if the field is missing or holds something else."""
+    """Return the text in a field; Unreadable if the field is missing or not a string."""
     if field not in record:
         raise Unreadable("missing_field", f"no field {field!r}; it has {list_names(record, 'no fields')}")
     text = record[field]

@@ -1,16 +1,16 @@
 """Source kind `mds`: MosaicML's MDS format, version 2, read without its library. Documents are already tokens.
 
 A sample without a column `indices` is one document. In a packed sample, `indices` holds the [start, end) of each
-document in the row; each becomes a document of its own, and tokens outside all of them belong to none. A sample that
-cannot be read is one quarantined record, because the number of its documents is unknown.
+document in the row. Each becomes a separate document; tokens outside all of them are dropped. A sample that cannot be
+read is one quarantined record, because its number of documents is unknown.
 
-Nothing in a shard is executed or trusted: pickled columns are skipped, never loaded, and every offset, length and
-document boundary is checked. Hashes in index.json are checked, those of xxhash if it is installed. A compressed shard
-is held in memory whole (64 MiB as usually written).
+Nothing in a shard is executed or trusted: pickled columns are never loaded, and every offset, length and document
+boundary is checked. Hashes in index.json are checked; those of xxhash only if it is installed. A compressed shard is
+decompressed in memory (usually 64 MiB).
 
-ProLong's public data uses Llama-3's tokenizer. Its unpacked sets have no BOS and no EOS; its packer puts 128000
-before and 128001 after a document, so a row that starts in the middle of one has no BOS. The column `mask` of its
-instruction data is the loss mask: a token with 0 is never a prediction target.
+ProLong's public data uses Llama-3's tokenizer. Its unpacked sets have no BOS and no EOS. Its packer puts 128000 before
+and 128001 after a document, so a row that starts inside a document has no BOS. The column `mask` of its instruction
+data is the loss mask: a token with 0 is never a prediction target.
 """
 
 import bz2
@@ -41,19 +41,19 @@ BOUNDARIES = "indices"
 _MISSING = f"{INDEX} names this shard, but the file does not exist"
 _CHUNK = 1 << 20
 _XXHASHES = ("xxh32", "xxh64", "xxh128", "xxh3_64", "xxh3_128")
-_MAX_COMPRESSED = 1 << 30  # limit for a decompressed shard
-# The first byte of an array whose encoding does not name its type.
+_MAX_COMPRESSED = 1 << 30  # maximum size of a decompressed shard
+# The first byte of an array whose encoding does not give its type.
 _DTYPES = {8: "u1", 9: "i1", 16: "u2", 17: "i2", 18: "f2", 32: "u4", 33: "i4", 34: "f4", 64: "u8", 65: "i8", 66: "f8"}
 _DTYPE_NAMES = {np.dtype(code).name: code for code in _DTYPES.values()}
 
 
 @dataclass(frozen=True, slots=True)
 class _Shard:
-    """What index.json says about one shard file."""
+    """The entry of one shard file in index.json."""
 
     names: list[str]
     encodings: list[str]
-    sizes: list[int | None]  # None if the size varies; it then precedes the sample
+    sizes: list[int | None]  # None if the size varies; then it precedes the sample
     num_samples: int
     compression: str | None  # of the file that is read, if it is compressed
     raw_bytes: int
@@ -61,7 +61,7 @@ class _Shard:
 
 
 class MdsSource(FileSource):
-    """Folders in MosaicML's MDS format, tokenized already, such as ProLong's public data."""
+    """Folders of tokenized documents in MosaicML's MDS format, such as ProLong's public data."""
 
     kind: Literal["mds"]
     tokens: str = Field("input_ids", description="Column that holds the token ids.")
@@ -74,9 +74,9 @@ class MdsSource(FileSource):
     endings: ClassVar[tuple[str, ...]] = (INDEX,)
 
     def units(self, root: Path) -> list[Path]:
-        """List every shard once, however many index.json files name it (ProLong has one per part and one for all).
+        """List every shard once, even if several index.json files list it (ProLong has one per part and one for all).
 
-        An index.json that cannot be read, or that names a missing or unsafe file, is listed itself.
+        An index.json that cannot be read, or that lists a missing or unsafe file, is itself a unit.
         """
         found: set[Path] = set()
         for path in super().units(root):
@@ -95,11 +95,11 @@ class MdsSource(FileSource):
                     shard = path
                 found.add(shard if shard.is_file() else path)
         if not found:
-            raise ConfigError(f"path {self.path!r}: the {INDEX} files there name no shard; was the writing finished?")
+            raise ConfigError(f"path {self.path!r}: the {INDEX} files there list no shard; write the dataset again.")
         return sorted(found)
 
     def input_files(self, units: Sequence[Path]) -> list[tuple[Path, Path]]:
-        # The index beside a shard says what the shard holds.
+        # The index next to a shard describes its content.
         indexes = sorted({unit.parent / INDEX for unit in units})
         beside = [(index, index) for index in indexes if index.is_file() and index not in units]
         return [*super().input_files(units), *beside]
@@ -162,7 +162,7 @@ def _read_index(index: Path) -> list[Any]:
 
 
 def _shard_path(index: Path, entry: Any) -> Path:
-    """The file to read: the shard itself, or its compressed form if that is missing."""
+    """Return the file to read: the shard itself, or its compressed form if that is missing."""
     raw, packed = (_file_path(index, entry, key) for key in ("raw_data", "zip_data"))
     path = packed if packed is not None and (raw is None or not raw.exists()) else raw
     if path is None:
@@ -183,7 +183,7 @@ def _file_path(index: Path, entry: Any, key: str) -> Path | None:
 
 
 def _index_problems(index: Path, missing: set[Path]) -> Iterator[Item]:
-    """Yield what cannot be read of an index; a missing shard only if it is not in `missing` yet."""
+    """Yield the problems of an index; a missing shard only if it is not in `missing` yet."""
     try:
         entries = _read_index(index)
     except Unreadable as error:
@@ -201,13 +201,13 @@ def _index_problems(index: Path, missing: set[Path]) -> Iterator[Item]:
 
 
 def _find_shard(path: Path, known: dict[Path, dict[Path, Any]]) -> _Shard:
-    """Describe a shard by the nearest index.json that names it."""
+    """Describe a shard by the nearest index.json that lists it."""
     for folder in path.parents:
         if folder not in known:
             known[folder] = _entries_by_path(folder / INDEX)
         if path in known[folder]:
             return _parse_shard(path, known[folder][path])
-    raise Unreadable("unreadable", f"no {INDEX} beside it or above it names this shard")
+    raise Unreadable("unreadable", f"no {INDEX} in its folder or above lists this shard")
 
 
 def _entries_by_path(index: Path) -> dict[Path, Any]:
@@ -215,7 +215,7 @@ def _entries_by_path(index: Path) -> dict[Path, Any]:
     try:
         entries = _read_index(index) if index.is_file() else []
     except Unreadable:
-        return {}  # it is a unit itself, and read_units reports it
+        return {}  # the index itself is a unit, and read_units reports it
     for entry in entries:
         try:
             found.update({path: entry for key in ("raw_data", "zip_data") if (path := _file_path(index, entry, key))})
@@ -229,7 +229,7 @@ def _parse_shard(path: Path, entry: dict[str, Any]) -> _Shard:
         found = f"format {entry.get('format')!r}, version {entry.get('version')!r}"
         raise Unreadable("unreadable", f"{found}; only format 'mds', version 2 is supported")
     raw, packed = (_typed(entry, key, dict) for key in ("raw_data", "zip_data"))
-    # Compared by name alone, because a merged index adds a folder in front.
+    # Compare names only, because a merged index adds a leading folder.
     is_packed = Path(str(packed.get("basename"))).name == path.name
     shard = _Shard(
         names=_typed(entry, "column_names", list),
@@ -251,7 +251,7 @@ def _parse_shard(path: Path, entry: dict[str, Any]) -> _Shard:
 
 
 def _typed(entry: dict[str, Any], key: str, kind: type) -> Any:
-    """The value, or an empty one of its type if it is missing or has another type."""
+    """Return the value, or an empty one of its type if it is missing or has another type."""
     value = entry.get(key)
     return value if isinstance(value, kind) else kind()
 
@@ -280,11 +280,11 @@ def _check_hashes(path: Path, shard: _Shard) -> None:
             while chunk := file.read(_CHUNK):
                 digest.update(chunk)
         if digest.hexdigest() != expected:
-            raise Unreadable("unreadable", f"damaged; its {name} hash is not the one in {INDEX}")
+            raise Unreadable("unreadable", f"damaged; its {name} hash differs from {INDEX}")
 
 
 def _decompress(path: Path, shard: _Shard, compression: str) -> BinaryIO:
-    """Decompress a shard; a truncated one still holds its first samples."""
+    """Decompress a shard; a truncated shard still gives its first samples."""
     method = compression.partition(":")[0]  # "zstd:7" is zstd at level 7
     if shard.raw_bytes > _MAX_COMPRESSED:
         raise Unreadable("too_long", f"decompresses to more than {_MAX_COMPRESSED >> 30} GiB; decompress it first")
@@ -302,12 +302,12 @@ def _decompress(path: Path, shard: _Shard, compression: str) -> BinaryIO:
                 if content.write(chunk) and content.tell() > shard.raw_bytes:
                     raise Unreadable("archive_bomb", f"expands to more than the {shard.raw_bytes} bytes in {INDEX}")
         except EOFError:
-            pass  # the samples that are missing will be reported, as for zstd, which raises nothing here
+            pass  # missing samples are reported later, as for zstd, which raises nothing here
     return content
 
 
 def _read_offsets(stream: BinaryIO, size: int, shard: _Shard) -> list[int]:
-    """Read where each sample begins, and where the last one ends."""
+    """Read the offset of each sample, and the end of the last one."""
     stream.seek(0)
     head = stream.read(4)
     num_samples = int.from_bytes(head, "little")
@@ -321,7 +321,7 @@ def _read_offsets(stream: BinaryIO, size: int, shard: _Shard) -> list[int]:
 
 def _read_sample(stream: BinaryIO, begin: int, end: int, size: int, *, first: int) -> bytes:
     if not first <= begin <= end:
-        raise Unreadable("bad_offsets", f"its offsets are byte {begin} to byte {end}")
+        raise Unreadable("bad_offsets", f"its offsets are invalid: byte {begin} to byte {end}")
     if end > size:
         raise Unreadable("truncated", f"it should end at byte {end}, but the shard is truncated after {size}")
     if end - begin > MAX_RECORD_BYTES:
@@ -334,7 +334,7 @@ def _read_sample(stream: BinaryIO, begin: int, end: int, size: int, *, first: in
 
 
 def _split_columns(shard: _Shard, data: bytes) -> dict[str, tuple[str, bytes]]:
-    """Encoding and bytes of each column. Variable sizes come first, then the columns one after another."""
+    """Split a sample into encoding and bytes by column. Variable sizes come first, then the columns."""
     num_variable = sum(1 for size in shard.sizes if not size)
     at = 4 * num_variable
     if len(data) < at:
@@ -383,7 +383,7 @@ def _decode_column(column: str, encoding: str, data: bytes) -> np.ndarray:
 
 
 def _decode_ndarray(column: str, options: str, data: bytes) -> np.ndarray:
-    """Decode an array whose type and shape are in the encoding ("uint32:65536") or, if missing there, in the data."""
+    """Decode an array whose type and shape are in the encoding ("uint32:65536") or else in the data."""
     dtype_name, _, dims = options.partition(":")
     at = 0
     try:
@@ -402,7 +402,7 @@ def _decode_ndarray(column: str, options: str, data: bytes) -> np.ndarray:
             raise ValueError("its values do not fill its shape")
         return np.frombuffer(data, dtype=dtype, offset=at).reshape(shape)
     except (KeyError, IndexError, ValueError) as error:
-        raise Unreadable("not_tokens", f"column {column!r} is no array of the kind {options or 'any'!r}") from error
+        raise Unreadable("not_tokens", f"column {column!r} is not an array of kind {options or 'any'!r}") from error
 
 
 def _check_tokens(values: np.ndarray, column: str) -> np.ndarray:
@@ -411,7 +411,7 @@ def _check_tokens(values: np.ndarray, column: str) -> np.ndarray:
         raise Unreadable("not_tokens", f"column {column!r} must hold one row of whole numbers, not {found}")
     if len(values) and not (values.min() >= 0 and values.max() < 1 << 32):
         raise Unreadable("not_tokens", f"column {column!r} holds {values.min()} to {values.max()}; tokens take 32 bits")
-    # Always a copy, because the values may be unaligned.
+    # Always copy, because the values may be unaligned.
     return values.astype(np.uint32)
 
 

@@ -1,12 +1,11 @@
 """Source kind `recall`: generated documents that state facts and ask for them again, at any length.
 
-In ordinary text a small model has to recall so rarely that it never learns to. Here every document holds many
-questions, each with its answer, worded as in the evaluations: facts hidden in prose, and a JSON object followed by
-entries to complete. There are also word lists that are repeated: copying is the skill that both build on, and such
-lists teach it fastest.
+Ordinary text requires recall so rarely that a small model never learns it. Here every document holds many questions
+with their answers, worded as in the evaluations: facts hidden in prose, and a JSON object followed by entries to
+complete. Some documents are repeated word lists: both tasks build on copying, and such lists teach copying fastest.
 
-Keys are distinct within a document, and every answer is stated once before it is asked for. Lengths are met
-approximately, from average token counts.
+Keys are distinct within a document, and every answer is stated before its question. Lengths are approximate, from
+average token counts.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ if TYPE_CHECKING:
     from unspool.data.tokenize.encoder import Encoder
 
 KIND = "word"
-# Enough prose for variety; more would only cost start-up time.
+# Enough prose for variety; more would only slow down the start.
 PROSE_CHARS = 4_000_000
 
-Tokenize = Callable[..., dict[str, list[list[int]]]]  # called as a Hugging Face tokenizer
+Tokenize = Callable[..., dict[str, list[list[int]]]]  # has the call signature of a Hugging Face tokenizer
 
 
 class RecallSource(GeneratedSource):
@@ -62,7 +61,7 @@ class RecallSource(GeneratedSource):
         return self
 
     def divide(self, units: list[Path], seed: int) -> list[list[Path]]:
-        return [units]  # one task: documents are drawn one after another
+        return [units]  # one task, because documents are drawn in sequence
 
     def read(self, task: list[Path], seed: int, encoder: Encoder | None = None) -> Iterator[Item]:
         assert encoder is not None, "generating needs a tokenizer"
@@ -103,11 +102,11 @@ def generate_documents(source: RecallSource, tokenize: Tokenize, prose: Iterable
 
 
 def pairs_document(words: list[str], costs: Costs, room: int, rng: np.random.Generator, *, asked: float) -> str:
-    """A JSON object, then entries of it to complete, `room` tokens in all.
+    """Build a JSON object and entries of it to complete, `room` tokens in total.
 
-    Small objects are as frequent as large ones, because a model first learns to look up among few keys. The largest
-    leave room for `asked` questions per key, and for at least one; with one per key, no object is longer than about
-    half of the document.
+    Small objects are as frequent as large ones, because a model first learns lookups among few keys. The largest leave
+    space for `asked` questions per key, and for at least one question. With one question per key, an object takes about
+    half of the document at most.
     """
     most = int(min(room / (costs.pair + asked * costs.pair_question), (room - costs.pair_question) / costs.pair))
     count = int(rng.integers(2, max(2, min(most, len(words))) + 1))
@@ -121,7 +120,7 @@ def pairs_document(words: list[str], costs: Costs, room: int, rng: np.random.Gen
 
 
 def repeats_document(words: list[str], costs: Costs, room: int, rng: np.random.Generator) -> str:
-    """A list of random words, repeated to `room` tokens; from the second time on, all can be copied."""
+    """Build a list of random words, repeated to `room` tokens; from the second repetition on, all can be copied."""
     total = max(4, int(room / costs.word))
     count = int(rng.integers(2, total // 2 + 1))
     once = rng.integers(len(words), size=count)
@@ -131,9 +130,9 @@ def repeats_document(words: list[str], costs: Costs, room: int, rng: np.random.G
 def facts_document(
     words: list[str], sentences: list[str], lengths: np.ndarray, costs: Costs, room: int, rng: np.random.Generator
 ) -> str:
-    """Prose with facts in it, then every fact again in another order, as a question or restated.
+    """Build prose with facts in it, then repeat every fact in another order, as a question or a statement.
 
-    Restating a fact is half as long as asking for it, so it gives twice the practice in the same room.
+    A statement is half as long as a question with its answer, so it gives twice the practice in the same space.
     """
     restated = (costs.fact + costs.question) / 2
     most = max(2, int(0.7 * room / (costs.fact + restated)))

@@ -36,7 +36,7 @@ SourceClass = TypeVar("SourceClass", bound=Source)
 
 
 def register_source(source: type[SourceClass]) -> type[SourceClass]:
-    """Add a source kind, so that recipes may name it; usable as a class decorator.
+    """Register a source kind for use in recipes; usable as a class decorator.
 
     Raises:
         ConfigError: `kind` is not a Literal with one name, or another class has that name.
@@ -50,15 +50,15 @@ AnySource = Annotated[Source, _ANY_KIND]
 
 
 def build_source(settings: Any) -> Source:
-    """Check the settings of a source, `kind` included; pydantic's ValidationError if they are wrong."""
+    """Build a source from its settings, including `kind`; pydantic's ValidationError if they are wrong."""
     source: Source = _ANY_KIND.adapter().validate_python(settings)
     return source
 
 
 def source_for_file(path: Path, text: str | None = None) -> FileSource:
-    """Choose the source that reads one file: by its ending, and for JSON lines by whether a conversation comes first.
+    """Choose the source for one file by its suffix; for JSON lines, by whether the first record is a conversation.
 
-    `text` names the field that holds the text; ConfigError if the kind has no fields.
+    `text` is the name of the text field; ConfigError if the kind has no fields.
     """
     name = path.name.lower()
     kinds = {end: kind for kind, source in SOURCES.items() for end in source.file_endings if name.endswith(end)}
@@ -66,7 +66,7 @@ def source_for_file(path: Path, text: str | None = None) -> FileSource:
     settings = {"kind": kind, "path": str(path)}
     if text is not None:
         if "text" not in SOURCES[kind].model_fields:
-            raise ConfigError(f"{path.name} is read as kind: {kind}, which has no fields; leave out the field {text}.")
+            raise ConfigError(f"{path.name} is read as kind: {kind}, which has no fields; remove the field {text}.")
         settings["text"] = text
     elif kind == "jsonl" and _starts_with_document(path, "chat") and not _starts_with_document(path, "jsonl"):
         settings["kind"] = "chat"

@@ -1,12 +1,12 @@
 """Source kind `repos`: code repositories, one document each: folders, archives, source distributions, wheels.
 
 A document holds all text files of a repository in a seeded random order (as in ProLong, which does not order by
-dependency); `left_out` lists every file it lacks and why. A repository without text is Filtered "empty"; one that
+dependency). `left_out` lists every skipped file and the reason. A repository without text is Filtered "empty". One that
 cannot be read, or only through unsafe paths, is Bad.
 
-The text depends on the seed, the name and the content of the repository, not on the order in which a file system or
-an archive lists it. Links are not followed. Memory is bounded by `MAX_TEXT_BYTES`; if a repository holds more, the
-same random order decides which files are kept. Of two members with one name the first counts.
+The text depends on the seed, the name and the content of the repository, not on the order of its listing. Links are not
+followed. Memory is limited by `MAX_TEXT_BYTES`; if a repository holds more, the same random order decides which files
+are kept. Of two members with the same name, the first is used.
 """
 
 import glob
@@ -38,7 +38,7 @@ from unspool.data.sources.code_filter import MAX_FILE_BYTES, unwanted_content, u
 from unspool.data.sources.files import Unreadable, first_line, nothing_found, printable
 
 MAX_TEXT_BYTES = MAX_RECORD_BYTES
-# A comment in many languages and a plain line in the others; models have seen such lines.
+# A comment in many languages, and a plain line in the others; models have seen such lines.
 HEADER = "# file: {path}\n"
 _MARKERS = (".git", "pyproject.toml", "setup.py", "package.json", "Cargo.toml", "go.mod", "pom.xml", "CMakeLists.txt")
 _BOM = b"\xef\xbb\xbf"
@@ -61,12 +61,12 @@ class ReposSource(FileSource):
         if full.is_file():
             if not is_archive(full):
                 raise ConfigError(
-                    f"{full} is no archive; a source of kind repos takes folders and {', '.join(ENDINGS)}."
+                    f"{full} is not an archive; give a source of kind repos folders or {', '.join(ENDINGS)}."
                 )
             return [full]
         if full.is_dir():
             return _repositories_in(full)
-        # glob.glob and not Path.glob, which refuses absolute patterns.
+        # glob.glob instead of Path.glob, which rejects absolute patterns.
         matches = [Path(match) for match in glob.glob(str(full), recursive=True)]  # noqa: PTH207
         found = sorted(match for match in matches if match.is_dir() or (match.is_file() and is_archive(match)))
         if not found:
@@ -89,7 +89,7 @@ def _repositories_in(folder: Path) -> list[Path]:
     if any(entry.is_file() for entry in entries):
         return [folder]
     raise ConfigError(
-        f"folder {folder} holds no repository; it needs sub-folders (links are not followed) or archives "
+        f"folder {folder} holds no repository; give a folder with sub-folders (links are not followed) or archives "
         f"({', '.join(ENDINGS)})."
     )
 
@@ -107,12 +107,12 @@ def _read_repository(path: Path, seed: int) -> Item:
 
 
 class _Repository:
-    """Collects a repository's files; those that do not fit are the last ones of the random order."""
+    """Collect a repository's files; those that do not fit are the last in the random order."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key
         self._seen: set[str] = set()
-        # A heap of (-rank, path, content) with the last file of the random order on top.
+        # A heap of (-rank, path, content); the last file of the random order is on top.
         self._kept: list[tuple[int, str, bytes]] = []
         self._kept_bytes = 0
         self._end = 1 << 128  # rank of the first file that did not fit
@@ -136,7 +136,7 @@ class _Repository:
             self._left_out.append((member.path, reason))
 
     def _keep(self, path: str, data: bytes) -> None:
-        # A hash of the path, so that the order is known before all paths are.
+        # The order is by a hash of the path, so that it is known before all paths are.
         rank = int.from_bytes(blake2b(path.encode(), key=self._key, digest_size=16).digest(), "big")
         if rank > self._end:
             self._left_out.append((path, "repository_full"))
@@ -157,7 +157,7 @@ class _Repository:
         left_out = tuple(sorted((path.removeprefix(top), reason) for path, reason in self._left_out))
         self._kept.sort()
         text = bytearray()
-        while self._kept:  # emptied as it goes, so that the text is held once
+        while self._kept:  # emptied during the loop, so that memory holds the text once
             _, path, data = self._kept.pop()
             text += b"\n" if text else b""
             text += HEADER.format(path=path.removeprefix(top)).encode() + data
@@ -182,7 +182,7 @@ class _FileUnreadable(Exception):  # noqa: N818
 
 
 def _folder_members(folder: Path) -> Iterator[Member]:
-    """Yield the files below a folder; a folder that is left out whole is one member, which is refused."""
+    """Yield the files below a folder; a folder that is skipped completely is one refused member."""
     waiting = [""]
     while waiting:
         inside = waiting.pop()

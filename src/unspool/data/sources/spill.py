@@ -1,9 +1,9 @@
-"""Group records by a key on disk: an external sort whose memory does not depend on the input or on the groups.
+"""Group records by a key on disk: an external sort with constant memory, for any input and group size.
 
-`SpillWriter` sorts what fits into memory and writes it as a run, divided into parts by ranges of the key.
-`read_part` merges one part of all runs. Records of one key are all in one part, in the order of `rank`.
+`SpillWriter` sorts as much as fits into memory and writes it as a run, divided into parts by ranges of the key.
+`read_part` merges one part of all runs. All records of a key are in one part, in the order of `rank`.
 
-A run is complete when its index is there, which is written last. Every part of it is one zstd frame with a checksum.
+A run is complete when its index exists, which is written last. Each part is one zstd frame with a checksum.
 """
 
 import heapq
@@ -25,13 +25,13 @@ from unspool.core.errors import DataError
 SORT_BYTES = 128 << 20
 _HEADER = struct.Struct(">16s16sIIII")
 _PIECE = 256 << 10
-# A small window: a merge reads one frame of every run at the same time.
+# A small window, because a merge reads a frame of every run at the same time.
 _WINDOW_LOG = 18
 
 
 @dataclass(frozen=True, slots=True)
 class Spilled:
-    """One record: its group, its place in the group, and three fields that only the source understands."""
+    """One record: its group, its rank in the group, and three fields of the source."""
 
     key: bytes  # 16 bytes
     rank: bytes  # 16 bytes
@@ -58,7 +58,7 @@ def _index_path(folder: Path, number: int) -> Path:
 
 
 def is_intact(folder: Path, number: int) -> bool:
-    """Whether a run is complete: its index is there and its file has the size that the index says."""
+    """Return whether a run is complete: its index exists and its file has the size in the index."""
     try:
         return int(np.load(_index_path(folder, number))[-1, -1]) == _run_path(folder, number).stat().st_size
     except (OSError, ValueError, IndexError):
@@ -66,7 +66,7 @@ def is_intact(folder: Path, number: int) -> bool:
 
 
 class SpillWriter:
-    """Writes run `number` of a folder; use as a context manager."""
+    """Write run `number` of a folder; a context manager."""
 
     def __init__(self, folder: Path, number: int, num_parts: int) -> None:
         self._folder, self._number, self._num_parts = folder, number, num_parts
@@ -119,12 +119,12 @@ class SpillWriter:
 
 
 def part_of(key: bytes, num_parts: int) -> int:
-    """The part that holds a key: parts are equal ranges of keys."""
+    """Return the part of a key; parts are equal ranges of keys."""
     return int.from_bytes(key[:8], "big") * num_parts >> 64
 
 
 def read_part(folder: Path, part: int) -> Iterator[Spilled]:
-    """Yield the records of one part, sorted by key and rank; equal ones in the order in which they were written."""
+    """Yield the records of one part, sorted by key and rank; equal ones in the order of writing."""
     streams = []
     for index in sorted(folder.glob("run-*.npy")):
         number = int(index.stem.removeprefix("run-"))
@@ -145,7 +145,7 @@ def _read_frame(folder: Path, number: int, start: int, stop: int) -> Iterator[Sp
                 ends = accumulate(lens, initial=0)
                 yield Spilled(key, rank, *(content[begin:end] for begin, end in pairwise(ends)))
     except (EOFError, zstandard.ZstdError) as error:
-        _index_path(folder, number).unlink(missing_ok=True)  # so that the next run writes it again
+        _index_path(folder, number).unlink(missing_ok=True)  # so that the next build writes it again
         raise DataError(
             f"the intermediate file {path} is damaged; run the same command again to rewrite it."
         ) from error
@@ -163,7 +163,7 @@ def _read_exactly(frame: zstandard.ZstdDecompressionReader, size: int, *, last: 
 
 
 class _Span:
-    """Bytes `start` to `stop` of a file. It is opened for each read, because a merge may need thousands at once."""
+    """Bytes `start` to `stop` of a file, opened for each read: a merge may need thousands of files at once."""
 
     def __init__(self, path: Path, start: int, stop: int) -> None:
         self._path, self._at, self._stop = path, start, stop

@@ -1,16 +1,16 @@
-"""Source kind `stack`: Parquet with one code file per record, as The Stack has it, grouped into repositories.
+"""Source kind `stack`: Parquet with one code file per record, as in The Stack, grouped into repositories.
 
 A document holds all files of one repository, from any Parquet files, in a seeded random order (as in ProLong, which
-does not order by dependency). Repositories come in a seeded random order too, so that `limit` takes a random sample.
-A repository of more than `MAX_TEXT_BYTES` continues in a second document; no file is dropped for its size alone,
-unless `filter` says so. Of two records with the same repository and path the first counts.
+does not order by dependency). Repositories also have a seeded random order, so that `limit` takes a random sample. A
+repository of more than `MAX_TEXT_BYTES` continues in a second document; no file is dropped because of its size, unless
+`filter` drops it. Of two records with the same repository and path, the first is used.
 
-The input is first sorted by repository on disk (spill.py) in tasks that run in parallel and survive a kill, then one
-task per range of repositories reads it back. Disk: the text compressed by zstd. Memory per worker: about
-4 × `SORT_BYTES`, or three times the largest document if that is more.
+A first pass sorts the input by repository on disk (spill.py), in parallel tasks that survive a kill. Then one task per
+range of repositories reads it. Disk: the text, compressed by zstd. Memory per worker: about 4 × `SORT_BYTES`, or three
+times the largest document if that is more.
 
-Every Parquet record is counted once: the first file of a document as the document, further ones as "joined", files
-that are left out by their reason, which `left_out` lists by path.
+Every Parquet record is counted once: the first file of a document as the document, further files as "joined", skipped
+files by their reason; `left_out` lists them by path.
 """
 
 import json
@@ -127,7 +127,7 @@ class StackSource(FileSource):
                     break
 
     def _read_files(self, units: Sequence[Path]) -> Iterator["tuple[bytes, bytes, bytes, str] | Bad"]:
-        """Yield (repository, path, text, reason to leave it out or "") per record."""
+        """Yield (repository, path, text, reason to skip it or "") per record."""
         from unspool.data.sources.arrow import Columns, column_path, nested_column, read_parquet
 
         for unit in units:
@@ -167,7 +167,7 @@ def _as_bytes(array: "pa.Array") -> "pa.Array":
 
 
 def _documents(records: Iterator[Spilled]) -> Iterator[Item]:
-    """The documents of one repository: one, or several if it is longer than a document may be."""
+    """Yield the documents of each repository: one, or several if it exceeds the maximum length of a document."""
     text = bytearray()
     left_out: list[tuple[str, str]] = []
     number, previous, name = 1, None, ""

@@ -1,12 +1,13 @@
-"""Source kind `textbooks`: chapters joined to books, and the books of one subject to one document.
+"""Source kind `textbooks`: join chapters into books, and the books of a subject into one document.
 
-The input is JSON lines (plain, .gz or .zst) or Parquet, one chapter per record. A document holds the books of a
-subject (or one book) in a seeded random order, each under its title, with chapters ordered by number. Every record is
-counted once: a document has the id of its first chapter, the others are Filtered "joined", a blank chapter is Filtered
+The input is JSON lines (plain, .gz or .zst) or Parquet, one chapter per record. A document holds the books of a subject
+(or one book) in a seeded random order, each under its title, with chapters ordered by number. Every record is counted
+once: the document has the id of its first chapter, the others are Filtered "joined", and a blank chapter is Filtered
 "empty".
 
-The files are read twice, first to find where each subject ends, so that only unfinished subjects are in memory: one
-if the input is sorted by subject, all of them if it is shuffled. Chapters are joined only within one call of `read`.
+The files are read twice: first to find the end of each subject, so that only unfinished subjects are in memory. If the
+input is sorted by subject, that is one subject; if it is shuffled, all of them. Chapters are joined only within one
+call of `read`.
 """
 
 import math
@@ -34,7 +35,7 @@ _Order = tuple[tuple[int, float, str], ...]
 class _Chapter:
     id: str
     place: tuple[int, int]  # file and line
-    group: str  # the subject, or the book if books stay apart
+    group: str  # the subject, or the book if books are separate documents
     book: str
     order: _Order | None  # None if the record has no chapter number
     text: str
@@ -71,7 +72,7 @@ class TextbooksSource(FileSource):
             begun.setdefault(item.group, []).append(item)
             if item.place == last.get(item.group):
                 yield from _join(item.group, begun.pop(item.group), seed)
-        for group, chapters in begun.items():  # only if the files have changed in between
+        for group, chapters in begun.items():  # only if the files changed between the two passes
             yield from _join(group, chapters, seed)
 
     def _read_chapters(self, units: Sequence[Path]) -> Iterator[_Chapter | Bad | Filtered]:
@@ -93,7 +94,8 @@ class TextbooksSource(FileSource):
         def chapters(batch: "pa.RecordBatch", number: int) -> Iterator[_Chapter | Bad]:
             for offset in range(batch.num_rows):
                 try:
-                    # One by one: Arrow does not check strings in files, and one bad string must not cost the others.
+                    # One by one: Arrow does not check strings in files, and one bad string must not cost the other
+                    # records.
                     yield chapter(number + offset, batch.slice(offset, 1).to_pylist()[0])
                 except Unreadable as error:
                     yield Bad(str(path), f"record {number + offset}", error.reason, error.detail)
@@ -112,7 +114,7 @@ class TextbooksSource(FileSource):
 
 
 def _subject(record: dict[str, object], field: str) -> str:
-    """The text of a field, or a folder of the path in it."""
+    """Return the text of a field, or a folder of the path in it."""
     name, _, number = field.rpartition("/")
     if field in record or not name or not number.isdecimal():
         return text_field(record, field)
@@ -148,11 +150,11 @@ def _sort_chapters(chapters: list[_Chapter]) -> list[_Chapter]:
 
 
 def _natural_key(chapter: object) -> _Order | None:
-    """A sort key by which "2" comes before "10", also in "Chapter 2"; None if there is nothing to sort by."""
+    """Return a sort key that puts "2" before "10", also in "Chapter 2"; None if there is no key."""
     if isinstance(chapter, bool) or not isinstance(chapter, int | float | str):
         return None
     if isinstance(chapter, str):
-        # At most 15 digits at a time, because int() refuses numbers of thousands of digits.
+        # At most 15 digits at a time, because int() rejects numbers of thousands of digits.
         pieces = re.findall(r"[0-9]{1,15}|[^0-9]+", chapter.strip().casefold())
         return tuple((0, int(piece), "") if piece.isdecimal() else (1, 0, piece) for piece in pieces) or None
     # A whole number may be too large for isnan.

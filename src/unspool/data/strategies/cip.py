@@ -1,7 +1,7 @@
 """CIP-n: documents in n chunks; a row has all first chunks, then all second ones, and so on.
 
-Documents are split at random points, as the baseline of Untie the Knots does; equal chunks are an option. For n = 2 a
-row is D1¹ D2¹ D3¹ D1² D2² D3², without special tokens. Rows attend in full, which makes the model look back over the
+Documents are split at random points, as in the baseline of Untie the Knots; equal chunks are an option. For n = 2, a
+row is D1¹ D2¹ D3¹ D1² D2² D3², without special tokens. Rows use full attention, so that the model attends across the
 chunks of other documents. The fast variant in the public code of Untie the Knots differs: it leaves documents in place.
 """
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class CIP(StrategyConfig):
-    """CIP: documents in chunks; all first chunks of a row, then all second ones, …
+    """CIP: split documents into chunks; a row holds all first chunks, then all second ones, …
 
     Example:
         >>> import unspool
@@ -56,7 +56,7 @@ class CIP(StrategyConfig):
     def build(self, dataset: "DatasetConfig", inputs: PackingInputs) -> RowBuilder:
         from unspool.data.packing.pack import PACKERS
 
-        # Documents fill rows as usual; `finish` changes only the order within a row.
+        # Documents fill rows as without a strategy; `finish` changes only the order within a row.
         return RowBuilder(pack=PACKERS[dataset.packing], masked=inputs.is_masked, chunked=True)
 
     def finish(self, dataset: "DatasetConfig", inputs: PackingInputs) -> Finish:
@@ -65,20 +65,20 @@ class CIP(StrategyConfig):
 
 
 def interleave_rows(rows: Sequence[Row], pieces: int, split: Split, rng: np.random.Generator) -> list[Row]:
-    """Interleave the chunks of several rows at once; each row is what it would be alone.
+    """Interleave the chunks within each of several rows; rows do not affect each other.
 
-    Random points are distinct and uniform; equal chunks differ by at most one token. A document below `pieces` tokens
-    stays whole among the first chunks. Rows must have no padding, and all of them a loss mask or none.
+    Random points are distinct and uniform; equal chunks differ by at most one token. A document shorter than `pieces`
+    tokens stays whole, with the first chunks. Rows must have no padding, and either all or none have a loss mask.
     """
     num_docs = np.array([len(row.doc_lens) for row in rows])
     first_docs = np.cumsum(num_docs) - num_docs
     doc_lens = np.concatenate([row.doc_lens for row in rows], dtype=np.int64)
-    # As many draws for every document, so that it makes no difference how many rows come at once.
+    # The same number of draws for every document, so that the batch size does not affect the result.
     draws = rng.random((len(doc_lens), pieces - 1))
     points = SPLIT_POINTS[split](draws, doc_lens, np.where(doc_lens < pieces, 1, pieces))
     starts, lens, docs = _cut(doc_lens, points)
     row_of = np.repeat(np.arange(len(rows)), num_docs)[docs]
-    # They come by piece number and then by document, and keep that order within each row.
+    # They are sorted by piece number and then by document, and keep that order within each row.
     order = np.argsort(row_of, kind="stable")
     starts, lens, docs, row_of = starts[order], lens[order], docs[order], row_of[order]
 
@@ -105,7 +105,7 @@ def interleave_rows(rows: Sequence[Row], pieces: int, split: Split, rng: np.rand
 
 
 def _cut(lens: np.ndarray, points: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of documents that lie end to end: where each piece begins, its length and its document; all first ones first."""
+    """Cut concatenated documents: return start, length and document of each piece, all first pieces first."""
     cuts = np.concatenate([np.zeros_like(lens)[None], points.T, lens[None]])
     starts = cuts[:-1] + (np.cumsum(lens) - lens)
     sizes = np.diff(cuts, axis=0)

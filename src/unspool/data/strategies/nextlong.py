@@ -1,21 +1,22 @@
-"""NExtLong: after each chunk of a document, the chunks of other documents that look most like it.
+"""NExtLong: after each chunk of a document, the most similar chunks of other documents.
 
-A row is one document pulled apart: chunk 1, its negatives, chunk 2, its negatives, …, last chunk, its negatives.
-Every token is trained on and the whole row is visible. Chunks are equal parts of a document of at most `chunk`
-tokens; all documents of all sources are indexed in such chunks. The row determines how many negatives a chunk gets,
-and the last one is cut at its end. Chunks keep their order, no negative comes from the document itself or is used
-twice in a row, and nothing is random.
+A row holds one document with its chunks spread out: chunk 1, its negatives, chunk 2, its negatives, …, last chunk, its
+negatives. Every token is trained on, and attention covers the whole row. Chunks are equal parts of a document of at
+most `chunk` tokens; all documents of all sources are indexed in such chunks. The length of the row determines the
+number of negatives, and the last one is cut at the end of the row. Chunks keep their order. No negative comes from the
+document itself or is used twice in a row, and nothing is random.
 
-A negative that repeats the row (half of its sampled stretches of 8 tokens) is left out, together with all chunks of a
-document that repeats this one: they would be right answers. Documents above `longest` (by default a quarter of the
-row) are cut into equal parts, a row each, or only the first under `packing: truncate`. Dropped are documents of one
-chunk (`short`) and those whose row the rest of the corpus cannot fill (`alone`); both still serve as negatives.
+A negative that repeats the row (half of its sampled stretches of 8 tokens) is skipped, and so are all chunks of a
+document that repeats this one: they would be right continuations. Documents above `longest` (default: a quarter of the
+row) are cut into equal parts with a row each; under `packing: truncate`, only the first part is used. Dropped are
+documents of one chunk (`short`) and those whose row the rest of the corpus cannot fill (`alone`); both still serve as
+negatives.
 
-The authors' repository (Gao et al., arXiv 2501.12766) holds the function that cuts documents and names the embedding
-model. The program that fills rows is not in it. Known are the place of negatives (after their chunk), top-k retrieval
-and the loss on every token. Decided here: chunks of 512 tokens instead of 2,048 characters of whole lines; as many
-negatives as fill the row, spread evenly; BM25 by default instead of embeddings; no negatives from the document or its
-copies, and none twice in a row; no separators; `longest` a quarter of the row, since the paper uses short documents.
+The authors' repository (Gao et al., arXiv 2501.12766) has the function that cuts documents and the name of the
+embedding model, but not the program that fills rows. Known are the place of negatives (after their chunk), top-k
+retrieval and the loss on every token. Decided here: chunks of 512 tokens instead of 2,048 characters of whole lines; as
+many negatives as fill the row, spread evenly; BM25 by default instead of embeddings; no negatives from the document or
+its copies, and none twice in a row; no separators; `longest` a quarter of the row, as the paper uses short documents.
 """
 
 import logging
@@ -44,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 
 class NExtLong(StrategyConfig):
-    """NExtLong: after each chunk of a document, chunks of others that look most like it.
+    """NExtLong: after each chunk of a document, the most similar chunks of others.
 
     Example:
         >>> import unspool
@@ -75,11 +76,13 @@ class NExtLong(StrategyConfig):
     def check(self, dataset: "DatasetConfig") -> None:
         half = dataset.seq_len // 2
         if dataset.seq_len < 2 * self.chunk:
-            raise ValueError(f"nextlong.chunk needs at most half of seq_len, here {half}")
+            raise ValueError(f"nextlong.chunk must be at most half of seq_len, here {half}")
         if self.longest and dataset.seq_len < 2 * self.longest:
-            raise ValueError(f"nextlong.longest needs at most half of seq_len, here {half}, to leave room")
+            raise ValueError(
+                f"nextlong.longest must be at most half of seq_len, here {half}, to leave space for negatives"
+            )
         if (self.retriever == "embeddings") != (self.model is not None):
-            raise ValueError("nextlong.model is needed with retriever: embeddings, and only there")
+            raise ValueError("nextlong.model is required with retriever: embeddings, and not allowed otherwise")
 
     def summary(self) -> str:
         return f"negatives after chunks of {self.chunk}"
@@ -99,7 +102,7 @@ class NExtLong(StrategyConfig):
     def build(self, dataset: "DatasetConfig", inputs: PackingInputs) -> RowBuilder:
         began = time.perf_counter()
         negatives = build_negatives(self, inputs.readers, keep_rest=dataset.packing == "concat", embed=inputs.embed)
-        # Printed and not in the manifest, which is the same for every run.
+        # Printed but not in the manifest, which is the same for every run.
         logger.info(f"dataset {inputs.name}: index built in {time.perf_counter() - began:.1f} s")
         return RowBuilder(
             pack=negatives.pack,
@@ -112,25 +115,25 @@ class NExtLong(StrategyConfig):
         )
 
 
-# Tokens of the index, at most: building it takes some 20 bytes for each.
+# Maximum number of tokens in the index; building it takes about 20 bytes per token.
 INDEX_TOKENS = 1 << 27
-# Tokens of a stretch, and the share of stretches that is compared to find copies: one in 2 ** this.
+# Tokens per stretch, and the sampled share of stretches that is compared to find copies: one in 2 ** this.
 _STRETCH = 8
 _SAMPLE_BITS = 3
 
 
 @dataclass(frozen=True)
 class Chunks:
-    """All text that can be a negative, document by document."""
+    """All chunks that can be negatives, in document order."""
 
     texts: list[np.ndarray]
-    owners: np.ndarray  # int64: the document of each, counted over all sources
-    first_docs: dict[str, int]  # the first document of each source
-    masks: list[np.ndarray]  # loss masks of all, or none if no source has any
+    owners: np.ndarray  # int64: document of each chunk, numbered over all sources
+    first_docs: dict[str, int]  # number of each source's first document
+    masks: list[np.ndarray]  # loss masks of all chunks; empty if no source has any
 
     @cached_property
     def sources(self) -> np.ndarray:
-        """The number of each chunk's source, in the order of `first_docs`."""
+        """Return the number of each chunk's source, in the order of `first_docs`."""
         return np.searchsorted([*self.first_docs.values()], self.owners, side="right") - 1
 
     def of(self, doc: Doc) -> slice:
@@ -144,15 +147,15 @@ class Chunks:
 def build_negatives(
     config: NExtLong, readers: "Mapping[str, CorpusReader]", *, keep_rest: bool, embed: "Embed | None"
 ) -> "Negatives":
-    """Index the corpora. `keep_rest`: the rest of a document that is too long makes further rows."""
+    """Index the corpora. `keep_rest`: the rest of a too long document makes further rows."""
     longest = max((int(reader.lens.max(initial=0)) for reader in readers.values()), default=0)
     if longest <= config.chunk:
         raise DataError(
-            f"nextlong.chunk is {config.chunk} and the longest document has {longest} tokens, so none can be taken "
-            "apart; use a smaller chunk or longer documents."
+            f"nextlong.chunk is {config.chunk}, but the longest document has {longest} tokens, so none can be split; "
+            "use a smaller chunk or longer documents."
         )
     if sum(int((reader.lens > 0).sum()) for reader in readers.values()) < 2:
-        raise DataError("nextlong takes chunks of other documents, and there is only one document; add text.")
+        raise DataError("nextlong needs chunks of other documents, but there is only one document; add text.")
     chunks = cut_corpora(readers, config.chunk)
     logger.info(f"nextlong: indexing {format_count(len(chunks.texts))} chunks ({config.retriever})")
     assert (embed is not None) == (config.retriever == "embeddings")
@@ -163,7 +166,7 @@ def build_negatives(
 
 
 def cut_corpora(readers: "Mapping[str, CorpusReader]", chunk: int) -> Chunks:
-    """The chunks of all documents, or evenly spaced ones if there are more than the index may hold."""
+    """Cut all documents into chunks; keep evenly spaced ones if the index cannot hold all."""
     lens = np.concatenate([reader.lens for reader in readers.values()])
     firsts = np.cumsum([0, *(len(reader) for reader in readers.values())])[:-1]
     counts = -(-lens // chunk)
@@ -172,8 +175,8 @@ def cut_corpora(readers: "Mapping[str, CorpusReader]", chunk: int) -> Chunks:
     if total > most:
         chosen = np.arange(most) * total // most
         logger.warning(
-            f"nextlong: {format_count(total)} chunks are more than the index may hold; every "
-            f"{total / most:.1f}th can be a negative"
+            f"nextlong: {format_count(total)} chunks exceed the maximum size of the index; only every "
+            f"{total / most:.1f}th chunk can be a negative"
         )
     owners = np.repeat(np.arange(len(lens)), counts)[chosen]
     parts = chosen - (np.cumsum(counts) - counts)[owners]
@@ -194,14 +197,14 @@ def cut_corpora(readers: "Mapping[str, CorpusReader]", chunk: int) -> Chunks:
 
 
 class Negatives:
-    """Packs documents with their negatives; `pack` is a `Packer` (pack.py)."""
+    """Pack documents with their negatives; `pack` is a `Packer` (pack.py)."""
 
     def __init__(self, config: NExtLong, chunks: Chunks, retriever: "Retriever", keep_rest: bool) -> None:
         self._config = config
         self._chunks = chunks
         self._retriever = retriever
         self._keep_rest = keep_rest
-        # For the manifest; kept up to date as rows are made.
+        # For the manifest; updated with every row.
         self.cost = {
             "chunks_indexed": len(chunks.texts),
             "negatives": 0,
@@ -210,15 +213,15 @@ class Negatives:
         }
 
     def sizes(self, row_len: int) -> tuple[int, int]:
-        """Tokens of a document in a row and of its chunks, at most."""
-        # At most half, so that there are always negatives.
+        """Return the maximum tokens of a document in a row, and of its chunks."""
+        # At most half of the row, so that there is space for negatives.
         longest = min(self._config.longest or row_len // 4, row_len // 2)
         return longest, max(1, min(self._config.chunk, longest // 2))
 
     def pack(self, docs: Iterable[Doc], row_len: int, tally: Tally) -> RowStream:
         longest, chunk = self.sizes(row_len)
         for doc in docs:
-            assert doc.number >= 0, "its own chunks must not be its negatives, so it must be known"
+            assert doc.number >= 0, "the document needs a number, to exclude its own chunks"
             length = len(doc.tokens)
             if length <= chunk:
                 tally.drop("short", doc.source, length)
@@ -284,7 +287,7 @@ class Negatives:
         )
 
     def _ranked(self, pieces: Sequence[np.ndarray], hidden: slice, k: int) -> list[Iterator[int]]:
-        """For each piece, all chunks that may follow it, best first; only as many are looked for as are asked for."""
+        """For each piece, iterate over possible negatives, best first; search further only when needed."""
 
         def deeper(piece: np.ndarray, found: np.ndarray, k: int) -> Iterator[int]:
             yield from found.tolist()
@@ -298,9 +301,9 @@ class Negatives:
 
 
 class _Choice:
-    """Takes negatives for one row, none twice and none that repeats what the row holds.
+    """Choose negatives for one row: none twice, and none that repeats the row.
 
-    `quotas` are the tokens that each source may give; a source that has none left is passed over.
+    `quotas` are the tokens that each source may give; a source without quota left is skipped.
     """
 
     def __init__(self, chunks: Chunks, text: np.ndarray, room: int, quotas: dict[str, int] | None = None) -> None:
@@ -309,18 +312,18 @@ class _Choice:
         self._room = room
         self._of_text = stretches(text)
         self._of_negatives: set[int] = set()
-        self._seen: set[int] = set()  # chunks that are in the row, or that may not be
-        self._banned: set[int] = set()  # documents that repeat this one
+        self._seen: set[int] = set()  # chunks that are in the row or excluded
+        self._banned: set[int] = set()  # documents that repeat the row's document
         self.taken = 0  # tokens
         self.copies = 0
 
     def lift_quotas(self) -> bool:
-        """Allow all sources, because those that are behind their share have no more for this row."""
+        """Allow all sources, because those behind their share have no more chunks for this row."""
         had_quotas, self._quotas = self._quotas is not None, None
         return had_quotas
 
     def take(self, candidates: Iterator[int], goal: int, is_last: bool) -> list[tuple[int, int]]:
-        """The best candidates and how much of each, until the row has about `goal` tokens of negatives, at last all."""
+        """Take the best candidates until the row has about `goal` tokens of negatives, or is full if `is_last`."""
         found: list[tuple[int, int]] = []
         if self.taken == self._room:
             return found
@@ -358,7 +361,7 @@ class _Choice:
 
 
 def stretches(text: np.ndarray) -> set[int]:
-    """Hashes of a sample of all stretches of 8 tokens; of equal stretches all or none are in it."""
+    """Hash a sample of all stretches of 8 tokens; of equal stretches, all or none are sampled."""
     width = min(_STRETCH, len(text))
     count = len(text) - width + 1
     hashes = np.zeros(count, dtype=np.uint64)
@@ -370,5 +373,5 @@ def stretches(text: np.ndarray) -> set[int]:
 
 
 def _bounds(length: int, parts: int) -> list[int]:
-    """Where equal parts begin and end."""
+    """Return the boundaries of equal parts."""
     return [length * number // parts for number in range(parts + 1)] if parts else [0]

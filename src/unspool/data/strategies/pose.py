@@ -1,9 +1,9 @@
-"""PoSE: jumps in the positions of short rows, so that the model sees the distances of long ones.
+"""PoSE: position skips in short rows, so that the model sees the distances of long rows.
 
-Each stretch of length l that attends to itself is cut at random points into `chunks` parts. The first begins at 0;
-each later one is moved by a skip that is uniform from the previous skip to target - l, as in the paper. Positions
-increase strictly and stay below `target`. Two differences from the paper: the text continues across a jump, and cuts
-are uniform where their code cuts in the first half. PoSE shows positions, not the use of distant text.
+Each stretch of length l that attends to itself is cut at random points into `chunks` parts. The first begins at 0; each
+later one is shifted by a skip, drawn uniformly from the previous skip to target - l, as in the paper. Positions
+increase strictly and stay below `target`. There are two differences from the paper: the text continues across a skip,
+and cuts are uniform, while their code cuts in the first half. PoSE trains positions, not the use of distant text.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class PoSE(StrategyConfig):
-    """PoSE: jumps in the positions of short rows, so that they show distances of long ones.
+    """PoSE: position skips in short rows, so that the model sees distances of long rows.
 
     Example:
         >>> import unspool
@@ -49,7 +49,7 @@ class PoSE(StrategyConfig):
     def check(self, dataset: "DatasetConfig") -> None:
         if self.target <= dataset.seq_len:
             raise ValueError(
-                f"pose.target must be above seq_len ({format_size(dataset.seq_len)}), or there is nothing to skip"
+                f"pose.target must be above seq_len ({format_size(dataset.seq_len)}), the length to extend to"
             )
 
     def summary(self) -> str:
@@ -67,9 +67,9 @@ class PoSE(StrategyConfig):
 
 
 def skip_positions(lens: np.ndarray, config: PoSE, rng: np.random.Generator) -> np.ndarray:
-    """int32[lens.sum()]; the lengths of several rows in one call give what they give one by one.
+    """Return int32[lens.sum()]; one call for several rows gives the same as one call per row.
 
-    Two cuts may fall together, which makes one jump of two.
+    Two cuts may coincide, which makes one skip of two.
     """
     draws = rng.random((len(lens), 2, config.chunks - 1))
     lens = lens.astype(np.int64)
@@ -79,7 +79,7 @@ def skip_positions(lens: np.ndarray, config: PoSE, rng: np.random.Generator) -> 
     for number in range(1, config.chunks):
         earlier = moved[:, number - 1]
         moved[:, number] = earlier + (draws[:, 1, number - 1] * (room - earlier)).astype(np.int64)
-    # Between two of these beginnings all tokens are moved alike.
+    # Between two of these starts, all tokens have the same shift.
     starts = (np.cumsum(lens) - lens)[:, None]
     begins = np.concatenate([starts, starts + cuts], axis=1).ravel()
     sizes = np.diff(begins, append=lens.sum())

@@ -1,9 +1,9 @@
-"""Length upsampling: use long documents several times, or fewer of the short ones.
+"""Length upsampling: repeat long documents, or drop some short ones.
 
-A document of at least `above` tokens is used `times` times, the fraction by chance; any other is kept with probability
-`keep`. Fu et al. keep a tenth of what is below 4K ({above: 4K, times: 1, keep: 0.1}); Untie the Knots is compared with
-five copies of what is above 32K ({above: 32K, times: 5}). A source keeps its share of tokens, and copies of a document
-lie at least half as far apart as even spacing would put them.
+A document of at least `above` tokens is used `times` times (a fraction is a probability); any other is kept with
+probability `keep`. Fu et al. keep a tenth of documents below 4K ({above: 4K, times: 1, keep: 0.1}); Untie the Knots
+compares with five copies of documents above 32K ({above: 32K, times: 5}). A source keeps its share of tokens, and the
+distance between copies of a document is at least half of even spacing.
 """
 
 from typing import ClassVar
@@ -16,7 +16,7 @@ from unspool.data.strategies.base import StrategyConfig
 
 
 class Upsample(StrategyConfig):
-    """Long documents several times, or fewer of the short ones; each source keeps its share.
+    """Length upsampling: repeat long documents, or drop some short ones; each source keeps its share.
 
     Example:
         >>> import unspool
@@ -40,7 +40,7 @@ class Upsample(StrategyConfig):
 
 
 def draw_uses(lens: np.ndarray, config: Upsample, rng: np.random.Generator) -> np.ndarray:
-    """int64: how often each document is used; `lens` are of whole documents."""
+    """Draw how often each document is used: int64; `lens` are of whole documents."""
     chance = rng.random(len(lens))
     often = int(config.times)
     return np.where(lens >= config.above, often + (chance < config.times - often), chance < config.keep).astype(
@@ -49,9 +49,9 @@ def draw_uses(lens: np.ndarray, config: Upsample, rng: np.random.Generator) -> n
 
 
 def spread(uses: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """An order of all uses: indices into `uses`, each as often as it says, shuffled, copies far from each other.
+    """Shuffle all uses with copies far apart: return indices into `uses`, each as often as `uses` says.
 
-    The j-th of u copies lies at (start + j + jitter) / u of the way round a circle, jitter below a half.
+    The j-th of u copies is at (start + j + jitter) / u of a circle, with jitter below a half.
     """
     which = np.repeat(np.arange(len(uses)), uses)
     copy = np.arange(len(which)) - np.repeat(np.cumsum(uses) - uses, uses)
@@ -61,7 +61,7 @@ def spread(uses: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 
 
 def is_again(order: np.ndarray) -> np.ndarray:
-    """Which entries of an order stood in it before."""
+    """Return which entries of an order are repeats."""
     again = np.ones(len(order), dtype=np.bool_)
     again[np.unique(order, return_index=True)[1]] = False
     return again

@@ -1,8 +1,8 @@
 """Render conversations with a model's chat template, as `tokenizer.apply_chat_template` does.
 
-If the template has `{% generation %}` marks, `BEGIN` and `END` are written around what they enclose. The text is the
-same on every day and in every version of `transformers`: templates that write today's date get a fixed one. Templates
-are sandboxed, so they can neither open files nor run code. What a template refuses is Unreadable.
+If the template has `{% generation %}` marks, `BEGIN` and `END` are written around the marked text. The text is the same
+on every day and in every version of `transformers`: templates that write today's date get a fixed date. Templates are
+sandboxed, so they can neither open files nor run code. Messages that a template rejects are Unreadable.
 """
 
 import json
@@ -28,14 +28,14 @@ from unspool.core.errors import ConfigError
 from unspool.data.sources.base import Message
 from unspool.data.sources.files import Unreadable, first_line
 
-# The name that `transformers` uses in a model's folder.
+# File name that `transformers` uses in a model's folder.
 TEMPLATE_FILE = "chat_template.jinja"
-# Unicode noncharacters, reserved for internal use; a conversation that holds one is refused.
+# Unicode noncharacters, reserved for internal use; a conversation that contains one is rejected.
 BEGIN, END = "\ufdd0", "\ufdd1"
 PRIVATE = re.compile("[\ufdd0-\ufddf]")
-# The date that Llama's template uses if it cannot get today's.
+# The date that Llama's template uses without a date function.
 TODAY = datetime(2024, 7, 26)
-# What a template may take for one conversation, and the largest text that it may make by a product.
+# Seconds per conversation, and maximum length of a string that a template multiplies.
 MAX_SECONDS = 10.0
 MAX_PRODUCT = 10_000_000
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
@@ -45,7 +45,7 @@ _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 class ChatTemplate:
     text: str
     special_tokens: tuple[tuple[str, str], ...]  # bos_token, eos_token, …
-    merges_system: bool = False  # there is no system role; its text goes before the first user message
+    merges_system: bool = False  # without a system role: its text goes before the first user message
 
     @property
     def has_marks(self) -> bool:
@@ -56,14 +56,14 @@ class ChatTemplate:
         return digest([self.text, self.special_tokens, self.merges_system, str(TODAY)])
 
     def render(self, messages: Sequence[Message], *, prompt: bool = False) -> str:
-        """Render the conversation; with `prompt` also the generation prompt."""
+        """Render the conversation; with `prompt`, also the generation prompt."""
         turns = [{"role": message.role, "content": message.content} for message in messages]
         known = dict(self.special_tokens) | {"tools": None, "documents": None}
         try:
             with _time_limit():
                 return compile_template(self.text).render(messages=turns, add_generation_prompt=prompt, **known)
-        except Exception as error:  # of any type: a template is a program that somebody else wrote
-            raise Unreadable("template", f"the chat template refuses it: {first_line(error)}") from error
+        except Exception as error:  # a template is foreign code and can raise any type
+            raise Unreadable("template", f"the chat template rejects it: {first_line(error)}") from error
 
     def merge(self, messages: Sequence[Message]) -> tuple[Message, ...]:
         """Put leading system messages before the first user message, if the template has no system role."""
@@ -78,7 +78,7 @@ class ChatTemplate:
 
 
 def own_template(tokenizer: Any, text: str | None = None) -> ChatTemplate:
-    """The chat template of a tokenizer, or `text` with the tokenizer's special tokens."""
+    """Return the chat template of a tokenizer, or `text` with the tokenizer's special tokens."""
     special = {key: value for key, value in tokenizer.special_tokens_map.items() if isinstance(value, str)}
     text = str(tokenizer.get_chat_template()) if text is None else text
     return ChatTemplate(text=text, special_tokens=tuple(sorted(special.items())))
@@ -92,13 +92,13 @@ def load_template(path: Path) -> str:
 
 
 def common_template(folders: Mapping[str, Path], whose: str) -> str | None:
-    """The chat template that corpora or datasets were rendered with; None if none of them has conversations."""
+    """Return the common chat template of corpora or datasets; None if none of them has conversations."""
     texts = {name: (folder / TEMPLATE_FILE) for name, folder in folders.items()}
     found = {name: path.read_text(encoding="utf-8") for name, path in texts.items() if path.is_file()}
     if len(set(found.values())) > 1:
         raise ConfigError(
-            f"{whose}: {' and '.join(found)} were rendered with different chat templates, and a model has one; "
-            "give their sources the same template."
+            f"{whose}: {' and '.join(found)} were rendered with different chat templates, but a model has one; "
+            "set the same template for their sources."
         )
     return next(iter(found.values()), None)
 
@@ -116,7 +116,7 @@ def check_template(template: ChatTemplate, name: str) -> ChatTemplate:
         template.render(talk)
     except Unreadable as error:
         raise ConfigError(f"{name}: it cannot render a user message with an answer: {error.detail}.") from error
-    # Some templates refuse the role, others omit it silently.
+    # Some templates reject the role, others omit it silently.
     system = Message("system", "Povidej")
     try:
         is_rendered = system.content in template.render((system, *talk))
@@ -127,7 +127,7 @@ def check_template(template: ChatTemplate, name: str) -> ChatTemplate:
 
 @contextmanager
 def _time_limit() -> Iterator[None]:
-    """Raise TimeoutError in a template that loops on. Only the main thread can be interrupted this way."""
+    """Raise TimeoutError in a template that runs too long. This works only in the main thread."""
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
         yield
         return
@@ -145,7 +145,7 @@ def _time_limit() -> Iterator[None]:
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """Also refuses products and powers that would fill the memory."""
+    """A sandbox that also rejects products and powers that would fill memory."""
 
     intercepted_binops = frozenset({"*", "**"})
 
@@ -158,7 +158,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
 
 class _Generation(Extension):
-    """`{% generation %} … {% endgeneration %}`: what the assistant writes."""
+    """`{% generation %} … {% endgeneration %}`: the assistant's text."""
 
     tags = {"generation"}  # noqa: RUF012
 

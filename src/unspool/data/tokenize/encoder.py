@@ -1,8 +1,8 @@
 """Turn texts into token arrays with the model's own tokenizer, through the fastest engine that gives the same ids.
 
-A document becomes one uint32 array: the tokenizer's own beginning (if it has one), the text, one EOS. Text is only
-text: a document that spells "<|endoftext|>" gets the tokens of those characters, never the control token. The engine
-changes the speed, never an id, so it is not part of the digest.
+A document becomes one uint32 array: the tokenizer's own beginning (if it has one), the text, one EOS. Text is never
+parsed for control tokens: "<|endoftext|>" in a document gets the tokens of those characters. The engine changes the
+speed but no id, so it is not part of the digest.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ logger = logging.getLogger(__name__)
 # One passage of `_PASSAGE` characters in every `_STRIDE` is compared with the tokenizer.
 _STRIDE = 1 << 20
 _PASSAGE = 1000
-# Characters that are checked at once, which bounds the memory for a long text.
+# Number of characters that are checked at once; limits memory for a long text.
 _PIECE = 1 << 20
 _ASCII = bytes(range(128))
 _UNTESTED, _SAME, _DIFFERENT = range(3)
 
 
 class CheckedEngine:
-    """A fast engine whose ids are compared with the tokenizer's own; texts that it cannot do go to the tokenizer."""
+    """A fast engine whose ids are compared with the tokenizer's; the tokenizer encodes texts that it cannot."""
 
     def __init__(self, definition: str, route: str) -> None:
         plain = build_plain(definition)
         self.route = route
-        self.fallback_chars = 0  # characters of texts that went to the tokenizer
+        self.fallback_chars = 0  # characters of texts that the tokenizer encoded
         self._engine = ENGINES[route](plain)
         self._plain = plain
         self._token_bytes = _token_bytes(plain)
@@ -71,7 +71,7 @@ class CheckedEngine:
         return np.array(self._reference.encode_batch_fast([text], add_special_tokens=False)[0].ids, dtype=np.uint32)
 
     def _fast(self, text: str) -> np.ndarray | None:
-        """The engine's ids; None if it refuses the text or has lost bytes of it."""
+        """Return the engine's ids; None if it rejects the text or lost bytes of it."""
         try:
             ids = self._engine.encode(text)
             if self._has_lost_bytes(text, ids):
@@ -123,7 +123,7 @@ def load_checked(definition: str, route: str) -> CheckedEngine:
 
 
 def passages(text: str) -> Iterator[str]:
-    """Yield the passages of a text that are compared: on average one in every `_STRIDE` characters."""
+    """Yield the passages of a text to compare: on average one per `_STRIDE` characters."""
     mark = zlib.crc32(f"{len(text)} {text[:200]} {text[-200:]}".encode())
     for number in range((len(text) + mark % _STRIDE) // _STRIDE):
         start = int(rng_for(mark, "passage", number).integers(max(1, len(text) - _PASSAGE + 1)))
@@ -131,7 +131,7 @@ def passages(text: str) -> Iterator[str]:
 
 
 def in_contexts(char: str) -> str:
-    """A character in contexts whose tokens depend on the class of the character."""
+    """Put a character into contexts whose tokens depend on the class of the character."""
     return (
         f"a{char}b {char} 1{char}2345 {char}z .{char}.com\n{char}\n{char}{char}\\n \u0301{char}(x "
         f"e{char}\u0323\u0301 '{char}s  {char}the{char}THE"
@@ -139,7 +139,7 @@ def in_contexts(char: str) -> str:
 
 
 def _token_bytes(plain: PlainDefinition) -> np.ndarray | None:
-    """How many bytes of text each id stands for; None if the vocabulary is not byte-level."""
+    """Return the number of text bytes of each id; None if the vocabulary is not byte-level."""
     parts = pre_tokenizer_parts(plain.definition)
     if not parts or parts[-1]["type"] != "ByteLevel" or parts[-1]["add_prefix_space"]:
         return None
@@ -153,14 +153,14 @@ def _token_bytes(plain: PlainDefinition) -> np.ndarray | None:
     return lengths
 
 
-# Importing it takes seconds, which every worker process would pay.
+# Importing this takes seconds, in every worker process.
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """A tokenizer's definition, small enough to send to worker processes, which load an engine from it."""
+    """A tokenizer's definition, picklable for worker processes, which load an engine from it."""
 
     definition: str  # the content of tokenizer.json
     bos: tuple[int, ...]
@@ -178,12 +178,12 @@ class Encoder:
         return [np.concatenate([begin, ids, end]) for ids in self.encode_plain(texts)]
 
     def __call__(self, texts: Sequence[str], *, add_special_tokens: bool = False) -> dict[str, Any]:
-        """Tokenize as a Hugging Face tokenizer does, for code that takes either."""
+        """Tokenize like a Hugging Face tokenizer, for code that accepts either."""
         assert not add_special_tokens
         return {"input_ids": self.encode_plain(texts)}
 
     def encode_plain(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Encode texts without a beginning and EOS."""
+        """Encode texts without BOS and EOS."""
         if self.route == "tokenizers":
             encodings = load_reference(self.definition).encode_batch_fast(list(texts), add_special_tokens=False)
             return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
@@ -191,14 +191,14 @@ class Encoder:
             engine = load_checked(self.definition, self.route)
         except NotFastError as refusal:
             raise ConfigError(
-                f"tokenizing: {self.route} was chosen but does not work in this process ({refusal}); "
+                f"tokenizing: {self.route} works on the main machine but not in this process ({refusal}); "
                 "install the same packages on every machine."
             ) from refusal
         return [engine.encode(text) for text in texts]
 
 
 def build_encoder(tokenizer: PreTrainedTokenizerFast) -> Encoder:
-    """Build an encoder that shares nothing with `tokenizer`; ConfigError if there is no EOS token."""
+    """Build an encoder that shares no state with `tokenizer`; ConfigError if there is no EOS token."""
     if tokenizer.eos_token_id is None:
         raise ConfigError(
             f"tokenizer {tokenizer.name_or_path!r} has no EOS token to end documents with; "
@@ -214,19 +214,19 @@ def build_encoder(tokenizer: PreTrainedTokenizerFast) -> Encoder:
 
 
 def forget_engines() -> None:
-    """Free loaded tokenizers, hundreds of megabytes that this process would hold while its workers run."""
+    """Free loaded tokenizers: hundreds of megabytes that this process does not need while its workers run."""
     load_checked.cache_clear()
     load_reference.cache_clear()
     gc.collect()
-    # glibc returns freed memory to the system only when asked.
+    # glibc returns freed memory to the system only on request.
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)
 
 
-# Choosing the fastest engine that gives the tokenizer's ids on this data
+# Choose the fastest engine that gives the tokenizer's ids on this data
 
 
-# An engine that leaves more than this share of the sample to the tokenizer is not used.
+# An engine that leaves a larger share of the sample to the tokenizer is not used.
 _MAX_FALLBACK = 0.5
 
 _HARD_TEXTS = (
@@ -247,7 +247,7 @@ _HARD_TEXTS = (
 
 
 def choose_route(encoder: Encoder, sample: Sequence[str]) -> Encoder:
-    """Set the encoder's `route` and `why`, checked on `sample`: 1 to 2 MB of texts from all over the source."""
+    """Set the encoder's `route` and `why`, checked on `sample`: 1 to 2 MB of texts from across the source."""
     hard = list(_hard_texts(encoder))
     truth = replace(encoder, route="tokenizers")
     hard_ids, sample_ids = truth.encode_plain(hard), truth.encode_plain(sample)
@@ -257,7 +257,7 @@ def choose_route(encoder: Encoder, sample: Sequence[str]) -> Encoder:
             _check_ids(encoder, route, hard, hard_ids)
             fallback = _check_ids(encoder, route, sample, sample_ids)
             if fallback > _MAX_FALLBACK:
-                raise NotFastError(f"it cannot do {fallback:.0%} of the sample")
+                raise NotFastError(f"it cannot encode {fallback:.0%} of the sample")
         except NotFastError as refusal:
             refusals.append(f"not {route}: {refusal}")
             continue
@@ -265,12 +265,12 @@ def choose_route(encoder: Encoder, sample: Sequence[str]) -> Encoder:
         agreed = f"{route} gives the tokenizer's own ids on {len(sample)} sample documents ({millions:.1f}M characters)"
         return replace(encoder, route=route, why="; ".join([*refusals, agreed]))
     why = "; ".join(refusals)
-    logger.warning(f"tokenizing with tokenizers, which takes several times longer: {why}")
+    logger.warning(f"tokenizing with the tokenizers library, which takes several times longer: {why}")
     return replace(encoder, route="tokenizers", why=why)
 
 
 def _check_ids(encoder: Encoder, route: str, texts: Sequence[str], expected: Sequence[np.ndarray]) -> float:
-    """Raise NotFastError unless the route gives the expected ids; returns the share that went to the tokenizer."""
+    """Raise NotFastError unless the route gives the expected ids; return the share left to the tokenizer."""
     engine = load_checked(encoder.definition, route)
     before = engine.fallback_chars
     for text, ids in zip(texts, expected, strict=True):
@@ -280,7 +280,7 @@ def _check_ids(encoder: Encoder, route: str, texts: Sequence[str], expected: Seq
 
 
 def _hard_texts(encoder: Encoder) -> Iterator[str]:
-    """Texts on which engines are known to differ: ASCII in many contexts, runs, combining marks, added tokens."""
+    """Yield texts on which engines are known to differ: ASCII in many contexts, runs, combining marks, added tokens."""
     yield from _HARD_TEXTS
     yield from (in_contexts(chr(code)) for code in range(128))
     for token in json.loads(encoder.definition)["added_tokens"]:

@@ -1,8 +1,8 @@
 """Fast tokenizer engines: gigatoken, and tiktoken on the same merges.
 
 An engine gets a rewritten tokenizer definition; its `encode` returns one text's ids or raises NotFastError. It uses
-only the caller's thread, because worker processes already share the cores. Memory stays bounded on text that never
-repeats a word. Nothing here proves that ids equal the tokenizer's; encoder.py compares them.
+only the caller's thread, because worker processes already share the cores. Memory stays limited on text that never
+repeats a word. This module does not guarantee that ids equal the tokenizer's; encoder.py compares them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 from tokenizers import Tokenizer
 
-# No numeric character is above it (Unicode 16); encoder.py would catch one when it first occurs in a text.
+# No numeric character is above it (Unicode 16); encoder.py would detect one at its first occurrence.
 _LAST_NUMERIC = 0x1FFFF
 
 
@@ -31,11 +31,11 @@ class NotFastError(Exception):
 
 @dataclass(frozen=True)
 class PlainDefinition:
-    """A tokenizer's definition, rewritten so that engines accept it and read control tokens as text."""
+    """A tokenizer's definition, rewritten so that engines accept it and treat control tokens as text."""
 
     definition: dict[str, Any]
-    first_extra: int  # this and all higher ids were added by the rewriting
-    replacements: dict[int, np.ndarray]  # real ids for the extra ones; an id that is missing here has none
+    first_extra: int  # this and all higher ids are added by the rewriting
+    replacements: dict[int, np.ndarray]  # real ids of the extra ids; a missing id has none
 
     def real_ids(self, ids: np.ndarray) -> np.ndarray:
         """Replace the extra ids; NotFastError if that is impossible."""
@@ -56,14 +56,14 @@ class PlainDefinition:
 
 @lru_cache(maxsize=2)
 def load_reference(definition: str) -> Tokenizer:
-    """Load the tokenizer itself, once per process; it reads control tokens in text as text."""
+    """Load the tokenizer itself, once per process; it treats control tokens in text as text."""
     reference = Tokenizer.from_str(definition)
     reference.encode_special_tokens = True
     return reference
 
 
 def byte_letters() -> list[str]:
-    """The letter that byte-level vocabularies use for each byte: itself if printable, else one from U+0100."""
+    """Return the letter of byte-level vocabularies for each byte: itself if printable, else one from U+0100."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     spare = iter(range(0x100, 0x200))
     return [chr(byte if byte in printable else next(spare)) for byte in range(256)]
@@ -77,7 +77,7 @@ def pre_tokenizer_parts(definition: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def build_plain(definition: str) -> PlainDefinition:
-    """Rewrite a definition; whether the rest of it is supported is up to the engines."""
+    """Rewrite a definition; the engines check whether they support the rest of it."""
     plain = json.loads(definition)
     _drop_no_ops(plain)
     used = [token["id"] for token in plain["added_tokens"]]
@@ -118,7 +118,7 @@ def _drop_no_ops(plain: dict[str, Any]) -> None:
 
 
 def _digits(definition: str) -> dict[str, np.ndarray]:
-    """The ids of every numeric character alone; such a tokenizer never joins them with anything."""
+    """Return the ids of every numeric character; such a tokenizer never joins them with other characters."""
     digits = [char for char in map(chr, range(_LAST_NUMERIC + 1)) if unicodedata.category(char).startswith("N")]
     encodings = load_reference(definition).encode_batch_fast(digits, add_special_tokens=False)
     return {digit: np.array(encoding.ids, dtype=np.uint32) for digit, encoding in zip(digits, encodings, strict=True)}
@@ -129,11 +129,11 @@ def _added_token(content: str, token: int) -> dict[str, Any]:
     return {"id": token, "content": content, **flags}
 
 
-# gigatoken caches every word. How often to check the memory, and the growth that is too much.
+# gigatoken caches every word. Interval of memory checks, and the growth that clears the cache.
 _CHECK_EVERY_CHARS = 32 << 20
 _GROWTH_BYTES = 256 << 20
 
-# What ByteLevel(use_regex=True) splits by.
+# The pattern that ByteLevel(use_regex=True) splits by.
 _GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 Result = TypeVar("Result")
@@ -174,9 +174,9 @@ class Gigatoken:
 class Tiktoken:
     """Byte-level BPE with one regular expression.
 
-    tiktoken joins any two tokens that together spell a token; the tokenizer joins only pairs in its list. They agree
-    if every token's spelling is tokenized to that token: two neighbors that spell a token come from its bytes alone,
-    so they are the pair that its own spelling leads to. `_check_reachable` checks this.
+    tiktoken joins any two tokens that together spell a token; the tokenizer joins only pairs in its list. They agree if
+    every token's spelling is tokenized to that token. Then two neighbors that spell a token come from its bytes alone,
+    so they are the pair that the tokenizer joins. `_check_reachable` checks this.
     """
 
     def __init__(self, plain: PlainDefinition) -> None:
@@ -201,7 +201,8 @@ class Tiktoken:
     def encode(self, text: str) -> np.ndarray:
         if self._normalize is not None and not text.isascii():
             if any(name in text for name in self._names):
-                # The tokenizer looks for these before it normalizes; a combining mark after one may then merge with it.
+                # The tokenizer finds added tokens before it normalizes; a combining mark after one may then merge with
+                # it.
                 raise NotFastError("it spells an added token among characters that may need normalizing")
             text = self._normalize(text)
         ranks = _guarded(lambda: self._encode(text, allowed_special=self._names, disallowed_special=()))
@@ -215,7 +216,7 @@ ENGINES: dict[str, Callable[[PlainDefinition], Engine]] = {"gigatoken": Gigatoke
 def _added_ids(definition: dict[str, Any]) -> dict[str, int]:
     tokens = definition["added_tokens"]
     if any(token["lstrip"] or token["rstrip"] or token["single_word"] for token in tokens):
-        raise NotFastError("some added tokens take in the spaces around them or only match whole words")
+        raise NotFastError("some added tokens include the spaces around them or match only whole words")
     names = sorted(token["content"] for token in tokens)
     if any(later.startswith(name) for name, later in pairwise(names)):
         raise NotFastError("one of its added tokens is a prefix of another")
@@ -223,7 +224,7 @@ def _added_ids(definition: dict[str, Any]) -> dict[str, int]:
 
 
 def _ranks(definition: dict[str, Any]) -> tuple[dict[bytes, int], list[int]]:
-    """The rank of every token, in the order of the merges, and the id of every rank."""
+    """Return the rank of every token, in the order of the merges, and the id of every rank."""
     model = definition["model"]
     if model["type"] != "BPE" or any(model.get(key) for key in ("continuing_subword_prefix", "end_of_word_suffix")):
         raise NotFastError("its model is not plain byte-level BPE")
@@ -246,7 +247,7 @@ def _ranks(definition: dict[str, Any]) -> tuple[dict[bytes, int], list[int]]:
         last = token
     added = [token["id"] for token in definition["added_tokens"]]
     if model.get("ignore_merges") and not set(model["vocab"].values()) <= {*ids, *added}:
-        raise NotFastError("some words of its vocabulary are not made by merges")
+        raise NotFastError("no merges lead to some entries of its vocabulary")
     return ranks, ids
 
 
@@ -256,9 +257,10 @@ def _check_reachable(definition: dict[str, Any]) -> None:
     listed = dict.fromkeys(_merges(definition))
     whole_words = bool(definition["model"].get("ignore_merges"))
     for token in dict.fromkeys(left + right for left, right in listed):
-        # If whole words are looked up before merging (Llama-3), it is enough that every pair that spells it is listed.
+        # If whole words are looked up before merging (Llama-3), it is enough that every pair that spells the token is
+        # listed.
         if len(bpe.tokenize(token)) != 1 and not (whole_words and _all_pairs(token, model["vocab"]) <= listed.keys()):
-            raise NotFastError(f"its merges do not lead from the bytes of the token {token!r} to that token")
+            raise NotFastError(f"its merges do not build the token {token!r} from its bytes")
 
 
 def _all_pairs(token: str, vocab: dict[str, int]) -> set[tuple[str, str]]:
@@ -267,7 +269,7 @@ def _all_pairs(token: str, vocab: dict[str, int]) -> set[tuple[str, str]]:
 
 
 def _merges(definition: dict[str, Any]) -> list[tuple[str, str]]:
-    # Old files have a pair as one string.
+    # Old files store a pair as one string.
     pairs = (merge.split(" ") if isinstance(merge, str) else merge for merge in definition["model"]["merges"])
     return [(left, right) for left, right in pairs]
 
@@ -281,7 +283,7 @@ def _pattern(definition: dict[str, Any]) -> str:
         return _GPT2_PATTERN
     if len(parts) == 2 and parts[0]["type"] == "Split" and not byte_level["use_regex"]:
         split = parts[0]
-        # Text that no match covers is lost here; encoder.py notices the missing bytes.
+        # Text that no match covers is lost here; encoder.py detects the missing bytes.
         if (split["behavior"], split["invert"]) in {("Isolated", False), ("Removed", True)}:
             pattern: str | None = split["pattern"].get("Regex")
             if pattern is not None:
@@ -294,7 +296,7 @@ def _normalizer(definition: dict[str, Any]) -> Callable[[str], str] | None:
         return None
     if definition["normalizer"]["type"] != "NFC":
         raise NotFastError(f"it normalizes text by {definition['normalizer']['type']}")
-    # The tokenizer's own normalizer, because Unicode versions disagree about rare marks.
+    # Use the tokenizer's own normalizer, because Unicode versions differ in rare marks.
     normalizer = Tokenizer.from_str(json.dumps(definition)).normalizer
     return lambda text: str(normalizer.normalize_str(text))
 
@@ -319,7 +321,7 @@ def _guarded(call: Callable[[], Result]) -> Result:
 
 
 def _resident_bytes() -> int | None:
-    """Resident memory of this process; None if the system does not tell."""
+    """Return the resident memory of this process; None if the system does not report it."""
     try:
         pages = Path("/proc/self/statm").read_text().split()[1]
     except OSError:

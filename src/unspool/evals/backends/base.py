@@ -162,7 +162,7 @@ def claimed_context(ref: str, rope: RopeOverride | None = None) -> ContextLimit 
     from unspool.models.config import check_values, config_values, read_config_file
 
     if rope is not None:
-        return ContextLimit(rope.context_length, "--context of --rope")
+        return ContextLimit(rope.context_length, "context given for the RoPE method")
     # Read the raw file: Unspool's own model_type may be unknown to transformers.
     values = read_config_file(ref)
     check_values(ref, values)
@@ -186,7 +186,7 @@ BACKENDS: dict[str, str | BuildBackend] = {
 
 
 def register_backend(name: str, build: BuildBackend) -> None:
-    """Register a backend as `--backend NAME`. Replaces a backend of the same name."""
+    """Register a backend under a name. Replaces a backend of the same name."""
     register(BACKENDS, name, build, kind="backend", replace=True)
 
 
@@ -194,23 +194,23 @@ def check_options(options: BackendOptions) -> None:
     """Refuse options that the backend does not use, instead of ignoring them."""
     if options.rope is not None and options.kind != "transformers":
         raise ConfigError(
-            f"--rope works only with --backend transformers, not with {options.kind}. For other "
+            f"`rope` works only with `backend='transformers'`, not with {options.kind}. For other "
             "engines, copy the model and write the method's rope_parameters into its config."
         )
     if options.processes > 1 and options.kind != "transformers":
         raise ConfigError(
-            f"--processes works only with --backend transformers, not with {options.kind}. For several "
-            "concurrent requests to a server, use --requests."
+            f"`processes` works only with `backend='transformers'`, not with {options.kind}. For several "
+            "concurrent requests to a server, use `requests`."
         )
     endpoint = options.endpoint if options.endpoint in ("text", "chat") else None
-    for name, value in (("--url", options.url), ("--model-name", options.model_name), ("--endpoint", endpoint)):
+    for name, value in (("url", options.url), ("model_name", options.model_name), ("endpoint", endpoint)):
         if value is not None and options.kind != "openai":
-            raise ConfigError(f"{name} works only with --backend openai, not with {options.kind}.")
+            raise ConfigError(f"`{name}` works only with `backend='openai'`, not with {options.kind}.")
 
 
 def build_backend(options: BackendOptions) -> Backend:
     """Build the backend `options.kind`. Raises ConfigError if other options do not fit it."""
-    build = lookup(BACKENDS, options.kind, kind="--backend")
+    build = lookup(BACKENDS, options.kind, kind="`backend`")
     if not isinstance(build, str):
         return build(options)
     check_options(options)

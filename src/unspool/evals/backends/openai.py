@@ -286,7 +286,7 @@ def build(options: BackendOptions) -> OpenAiBackend:
     from unspool.models.tokenizer import load_tokenizer
 
     if options.url is None:
-        raise ConfigError("--backend openai needs the server's address, such as --url http://localhost:8000/v1.")
+        raise ConfigError("`backend='openai'` needs the server's address, such as `url='http://localhost:8000/v1'`.")
     server = Server(
         url=options.url,
         model=options.model_name or options.model,

@@ -65,14 +65,14 @@ def probe(server: Server, tokenizer: Any, endpoint: Endpoint | None) -> ServerAb
         logger.info(_describe(found, server, failed))
         return found
     listed = [name for name in _models(server) if name != server.model]
-    names = f" Models that the server offers for --model-name: {', '.join(listed[:5])}." if listed else ""
+    names = f" Models that the server offers for `model_name`: {', '.join(listed[:5])}." if listed else ""
     raise ConfigError(
         f"{server.url} answers on no endpoint for the model {server.model!r}: "
         + "; ".join(f"{SENDS[tried]}: {problem}" for tried, problem in failed.items())
-        + f". Check --url, which usually ends in /v1, and --model-name.{names}"
+        + f". Check `url`, which usually ends in /v1, and `model_name`.{names}"
         if endpoint is None
         else f"{server.url} does not answer {SENDS[endpoint]} for the model {server.model!r} ({failed[endpoint]}). "
-        f"Remove --endpoint to try all endpoints, or check --url and --model-name.{names}"
+        f"Remove `endpoint` to try all endpoints, or check `url` and `model_name`.{names}"
     )
 
 
@@ -87,7 +87,7 @@ def _describe(found: ServerAbilities, server: Server, refused: Mapping[Endpoint,
         f"{server.url}: {server.model} accepts {SENDS[endpoint]}{others}; context "
         f"{f'{found.context} tokens' if found.context else 'not listed'}; "
         f"{'with' if found.logprobs else 'without'} prompt log-probabilities{chat}. "
-        f"Using --endpoint {endpoint}; pass --endpoint {'|'.join(ENDPOINTS)} to override"
+        f"Using `endpoint={endpoint!r}`; pass `endpoint` ({', '.join(ENDPOINTS)}) to override"
     )
 
 
@@ -96,7 +96,7 @@ def _warn(found: ServerAbilities, tokenizer: Any, count: int | None, ids: list[i
         if not PromptEncoder(tokenizer).has_template:
             logger.warning(
                 "this tokenizer has no chat template. The server applies an unknown template, perhaps not "
-                "the model's own. Use --endpoint text for base models."
+                "the model's own. Use `endpoint='text'` for base models."
             )
     elif count is not None and count - len(ids) not in (0, len(opening_ids(tokenizer))):
         logger.warning(

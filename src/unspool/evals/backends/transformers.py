@@ -102,7 +102,7 @@ class LiveBackend(ModelBackend):
     def __init__(self, model: Any, tokenizer: Any = None) -> None:
         if model.config._attn_implementation != OWN_ATTENTION:
             raise ConfigError(
-                f"evaluate: this model's attention is {model.config._attn_implementation!r}; load it with "
+                f"this model's attention is {model.config._attn_implementation!r}; load it with "
                 f"unspool.load, or with attn_implementation={OWN_ATTENTION!r} after unspool.register()."
             )
         super().__init__(str(model.name_or_path), device=model.device, dtype=model.dtype)
@@ -211,7 +211,7 @@ class ProcessesBackend(Backend):
         except BrokenProcessPool:
             raise UnspoolError(
                 f"one of {self.width} answering processes died, perhaps because memory ran out: each has a copy of the "
-                "whole model. Finished answers are kept. Run the same command again with fewer --processes."
+                "whole model. Finished answers are kept. Run the same command again with fewer `processes`."
             ) from None
 
     @cached_property

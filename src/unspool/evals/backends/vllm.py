@@ -37,8 +37,8 @@ class VllmBackend(Backend):
             vllm = import_module("vllm")
         except ImportError as error:
             raise ConfigError(
-                "--backend vllm: vllm is not installed; run `pip install vllm`, or start a vLLM server and use "
-                "--backend openai --url."
+                "`backend='vllm'`: vllm is not installed; run `pip install vllm`, or start a vLLM server and use "
+                "`backend='openai', url=ADDRESS`."
             ) from error
         check_weights(self.ref)
         return vllm.LLM(model=self.ref, enable_prefix_caching=True), vllm.SamplingParams

@@ -10,13 +10,17 @@ import logging
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from unspool.core.artifacts import MANIFEST, find_damage, publish, read_manifest, write_atomic
 from unspool.core.errors import ConfigError, DataError
+from unspool.core.formatting import MISSING
 from unspool.core.progress import progress_bar
+from unspool.core.result import Result
 from unspool.core.sizes import format_count
 from unspool.evals.backends.base import Backend
 from unspool.evals.config import eval_adapter
@@ -89,7 +93,7 @@ def scores_folders(path: Path) -> list[Path]:
     found = [folder for folder in [path, *sorted(path.glob("scores/*"))] if (folder / SAMPLES).is_file()]
     found = [folder for folder in found if (read_manifest(folder) or {}).get("kind") == "scores"]
     if not found:
-        raise ConfigError(f"{path}: no scores found; pass a run, or a folder that `unspool eval --out` wrote.")
+        raise ConfigError(f"{path}: no scores found; pass a run, or the output folder of an evaluation.")
     return found
 
 
@@ -198,15 +202,32 @@ GRADES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Agreement:
+class Agreement(Result):
+    """How far a judge agrees with people.
+
+    Example:
+        >>> import unspool
+        >>> unspool.Agreement(n=3, unparsable=0, agreement=1.0, kappa=1.0, weighted_kappa=1.0).to_dict()["n"]
+        3
+    """
+
     n: int
     unparsable: int
     agreement: float | None  # share of equal grades
     kappa: float | None  # Cohen's
     weighted_kappa: float | None  # with quadratic weights, so that near misses count less
 
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
 
-def check_judge(path: Path, judge: Judge, replies: JudgeReplies, *, again: bool = False) -> Agreement:
+    def print(self, console: Console) -> None:
+        for name, value in self.to_dict().items():
+            shown = MISSING if value is None else f"{value:.2f}" if isinstance(value, float) else str(value)
+            console.print(f"{name.replace('_', ' ')}: {shown}")
+
+
+def measure_agreement(path: Path, judge: Judge, replies: JudgeReplies, *, again: bool = False) -> Agreement:
+    """Let the judge grade answers that people have graded."""
     cases = read_labeled(path)
     asked = [calls("qa", case, str(case["output"]))[0] for case in cases]
     ask_all(asked, judge, replies, label="judge check", again=again)

@@ -102,7 +102,7 @@ def windows(config: PerplexityEval, materials: Materials, *, seed: int) -> list[
     if not found:
         raise DataError(
             f"perplexity: no document of the held-out text has {config.length} tokens (the longest has {longest}). "
-            "Use a shorter length, use longer documents as text (`--text` of unspool eval), or remove perplexity."
+            "Use a shorter length, use longer documents as text (`text`), or remove perplexity."
         )
     chosen = rng.permutation(len(found))[: config.samples]
     return [np.concatenate([opening, found[at]]) for at in chosen]

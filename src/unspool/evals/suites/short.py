@@ -62,7 +62,7 @@ def run_short(
     except (OSError, ConnectionError) as error:
         raise ConfigError(
             f"short: a task's data could not be read ({first_line(error)}). Without network, pass a folder of task "
-            "files that use local data: --path tasks=DIR."
+            "files that use local data: `paths`, such as tasks=DIR."
         ) from error
     name = Path(options.model).name or options.model
     return {"model": name if options.rope is None else options.rope.name_of(name), "cells": cells(found)}
@@ -73,7 +73,7 @@ def check_tasks(tasks: Sequence[str], include: str | None) -> Any:
     manager = _part("tasks").TaskManager(include_path=include)
     unknown = [name for name, _ in map(_shots, tasks) if not manager.match_tasks([name])]
     if unknown:
-        raise ConfigError(f"--tasks {unknown[0]}: lm-eval has no such task; `lm-eval ls tasks` lists all tasks.")
+        raise ConfigError(f"`tasks={unknown[0]!r}`: lm-eval has no such task; `lm-eval ls tasks` lists all tasks.")
     return manager
 
 
@@ -81,7 +81,7 @@ def _shots(task: str) -> tuple[str, int | None]:
     """Split NAME:SHOTS. Without SHOTS, lm-eval's default applies."""
     name, colon, count = task.partition(":")
     if colon and not (count.isascii() and count.isdigit()):
-        raise ConfigError(f"--tasks {task}: write NAME or NAME:SHOTS, such as gsm8k:4.")
+        raise ConfigError(f"`tasks={task!r}`: write NAME or NAME:SHOTS, such as gsm8k:4.")
     return name, int(count) if colon else None
 
 
@@ -119,14 +119,14 @@ def _server_lm(options: BackendOptions, tasks: Mapping[str, Any]) -> Any:
     others = [name for kind, name in by_kind.items() if kind != "generate_until"]
     if others and not backend.has_losses:
         raise ConfigError(
-            f"--suite short: the task {others[0]} needs log-probabilities of token ids, which {backend.server.url} "
-            "does not return; choose tasks that generate text, such as --tasks gsm8k, or score the local model with "
-            "--backend transformers."
+            f"`suite='short'`: the task {others[0]} needs log-probabilities of token ids, which {backend.server.url} "
+            "does not return; choose tasks that generate text, such as `tasks='gsm8k'`, or score the local model with "
+            "`backend='transformers'`."
         )
     if "loglikelihood_rolling" in by_kind:
         raise ConfigError(
-            f"--suite short: the task {by_kind['loglikelihood_rolling']} needs the likelihood of whole documents; "
-            "use --suite perplexity, or --backend transformers."
+            f"`suite='short'`: the task {by_kind['loglikelihood_rolling']} needs the likelihood of whole documents; "
+            "use `suite='perplexity'` or `backend='transformers'`."
         )
     return build_lm(_part("api.model").TemplateLM, backend)
 
@@ -162,7 +162,9 @@ def _part(name: str) -> Any:
     try:
         return import_module(f"lm_eval.{name}")
     except ImportError as error:
-        raise ConfigError(f"--suite short needs lm-eval ({first_line(error)}); pip install 'unspool[eval]'.") from error
+        raise ConfigError(
+            f"`suite='short'` needs lm-eval ({first_line(error)}); pip install 'unspool[eval]'."
+        ) from error
 
 
 # lm-eval loads this file by its path and looks the function up by name.

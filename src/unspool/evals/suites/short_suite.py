@@ -44,16 +44,16 @@ def chosen_tasks(tasks: Sequence[str], preset: str | None, *, sandboxed: bool) -
     if preset is None:
         names = list(tasks) or list(TASKS)
     else:
-        names = list(tasks) or list(lookup(SHORT_PRESETS, preset, kind="--preset of short"))
+        names = list(tasks) or list(lookup(SHORT_PRESETS, preset, kind="`preset` of short"))
     code = [name for name in names if name.startswith(CODE_TASKS)]
     if not code or sandboxed:
         return names
     reason = (
         f"{join_words(code)} would run code that the model writes, with your permissions on this machine; run it "
-        "only in a container or virtual machine without network and without your files, and pass --sandboxed"
+        "only in a container or virtual machine without network and without your files, and pass `sandboxed`"
     )
     if tasks:
-        raise ConfigError(f"--tasks {code[0]}: {reason}.")
+        raise ConfigError(f"`tasks={code[0]!r}`: {reason}.")
     logger.warning(f"short: skipping {join_words(code)}: {reason}")
     return [name for name in names if name not in code]
 

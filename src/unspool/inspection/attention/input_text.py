@@ -1,6 +1,6 @@
 """The text to measure attention on: documents in order, or in shuffled pieces, or a packed row.
 
-The same files, settings and seed give the same tokens. If a length is given, the text has exactly that many tokens,
+The same files, settings and seed give the same tokens. With a given length, the text has exactly that many tokens,
 shared among documents as equally as their lengths allow.
 """
 
@@ -22,7 +22,7 @@ from unspool.inspection.packed_rows import Rows
 from unspool.inspection.run_paths import find_data
 from unspool.inspection.utk_chunks import documents_of
 
-# No tokenizer averages this many characters per token, so text beyond it need not be tokenized.
+# No tokenizer averages this many characters per token, so text beyond this is not tokenized.
 _MAX_CHARACTERS_PER_TOKEN = 64
 
 
@@ -33,12 +33,12 @@ class Text:
     chunk_ids: tuple[int, ...]  # document of each piece, numbered from 0 in order of appearance
     doc_names: tuple[str, ...]
     origin: str  # shown description
-    attention: str = "full"  # default attention mask for this text
+    attention: str = "full"  # default attention of this text
     notes: list[str] = field(default_factory=list)
 
     @property
     def piece_names(self) -> list[str]:
-        """`2` for a whole document, `2b` for the second of its pieces."""
+        """Return names such as `2` for a whole document and `2b` for its second piece."""
         seen: dict[int, int] = {}
         names = []
         for doc in self.chunk_ids:
@@ -81,15 +81,17 @@ def read_files(files: Sequence[Path], encoder: Encoder, cut: TextSettings) -> Te
 
 
 def share_length(docs: Sequence[np.ndarray], length: int) -> list[np.ndarray]:
-    """Truncate documents to `length` tokens in total; longer documents use what short ones leave."""
+    """Truncate documents to `length` tokens in total; long documents use the tokens that short ones do not need."""
     there = sum(map(len, docs))
     if there < length:
         raise ConfigError(
-            f"--length {format_size(length)}: the text has only {there:,} tokens; give more text, raise --docs, or "
-            "omit --length."
+            f"`length={format_size(length)!r}`: the text has only {there:,} tokens; give more text, raise `docs`, or "
+            "omit `length`."
         )
     if length < len(docs):
-        raise ConfigError(f"--length {format_size(length)} is less than one token for each of {len(docs)} documents.")
+        raise ConfigError(
+            f"`length` {format_size(length)} is less than one token for each of {len(docs)} documents; raise it."
+        )
     lens = [0] * len(docs)
     left = length
     by_size = sorted(range(len(docs)), key=lambda number: len(docs[number]))
@@ -100,12 +102,12 @@ def share_length(docs: Sequence[np.ndarray], length: int) -> list[np.ndarray]:
 
 
 def shuffle_pieces(docs: Sequence[np.ndarray], count: int, seed: int) -> list[tuple[int, np.ndarray]]:
-    """Cut each document into `count` random pieces and shuffle all; adjacent pieces that fit are joined again."""
+    """Cut each document into `count` random pieces and shuffle all; former neighbors that meet are joined again."""
     rng = rng_for(seed, "look", "attention")
     pieces: list[tuple[int, int, int]] = []
     for number, doc in enumerate(docs):
         if len(doc) < count:
-            raise ConfigError(f"--pieces {count}: a document has only {len(doc)} tokens; use fewer pieces.")
+            raise ConfigError(f"`pieces={count}`: a document has only {len(doc)} tokens; use fewer pieces.")
         places = np.sort(rng.choice(len(doc) - 1, size=count - 1, replace=False) + 1).tolist()
         pieces += [(number, start, stop) for start, stop in zip([0, *places], [*places, len(doc)], strict=True)]
     joined: list[tuple[int, int, int]] = []
@@ -120,11 +122,11 @@ def shuffle_pieces(docs: Sequence[np.ndarray], count: int, seed: int) -> list[tu
 
 def read_row(rows: Rows, index: int, notes: Sequence[str]) -> Text:
     if not 0 <= index < len(rows):
-        raise ConfigError(f"--row {rows.path}:{index}: the dataset has {len(rows):,} rows, numbered from 0.")
+        raise ConfigError(f"`row='{rows.path}:{index}'`: the dataset has {len(rows):,} rows, numbered from 0.")
     row = rows.row(index)
     if row.positions is not None:
         raise ConfigError(
-            f"--row {rows.path}:{index}: its position ids skip values (PoSE), so distances are not real; "
+            f"`row='{rows.path}:{index}'`: its position ids skip values (PoSE), so distances are not real; "
             "use a row of a dataset without pose."
         )
     docs = range(len(row.doc_lens)) if row.chunk_ids is None else documents_of(row.chunk_ids)
@@ -140,10 +142,10 @@ def read_row(rows: Rows, index: int, notes: Sequence[str]) -> Text:
 
 
 def _documents(path: Path) -> Iterator[Document]:
-    """The readable documents of one file."""
+    """Yield the readable documents of one file."""
     place = find_data(path)
     if place.kind != "records" or path.is_dir():
-        raise ConfigError(f"--text {path}: give a file such as book.txt or books.jsonl; use --row for rows.")
+        raise ConfigError(f"`text={str(path)!r}`: give a file such as book.txt or books.jsonl; use `row` for rows.")
     for item in read_items(source_for_file(path), [path]):
         if isinstance(item, Bad):
             raise DataError(f"{path}, {item.record}: {item.detail}.")

@@ -12,10 +12,10 @@ from rich.text import Text
 
 from unspool import __version__
 from unspool.core.formatting import MISSING, format_signed, one_line
-from unspool.core.html import element, load_templates, svg, svg_text, write_text
+from unspool.core.html import element, load_templates, svg, svg_text
 from unspool.core.sizes import format_size
 from unspool.core.table import Entry, Table, entries, terminal_table
-from unspool.inspection.attention.maps import about_line, lines_of, render_figure, scale_svg, scale_titles, title_line
+from unspool.inspection.attention.maps import about_line, lines_of, scale_svg, scale_titles, title_line
 from unspool.inspection.attention.measure import Attention, Head, head_name, show_share, value_at
 
 _PAGE_HEADS = 20  # rows of the table on the page
@@ -28,7 +28,7 @@ def _show_change(before: float | None, after: float | None) -> str:
 
 
 def head_table(attention: Attention, count: int) -> Table:
-    """The heads with the most long-range attention and the drawn ones, as ranked for the last model."""
+    """Tabulate the heads with the most long-range attention and the drawn ones, ranked for the last model."""
     known = attention.stats[-1].ranked()
     shown = list(dict.fromkeys([*known[:count], *attention.heads]))
     both = len(attention.models) == 2
@@ -86,7 +86,7 @@ def print_attention(console: Console, attention: Attention, count: int = 10) -> 
     console.print(terminal_table(table, wrap_columns=True))
     names = " ".join(f"{layer}:{head}" for layer, head in attention.heads)
     points = "; change is in points" if both else ""
-    console.print(Text(f"drawn (--head LAYER:HEAD, from 0): {names}{points}", style="dim"), soft_wrap=True)
+    console.print(Text(f"drawn heads (layer:head, from 0): {names}{points}", style="dim"), soft_wrap=True)
 
 
 def describe_text(attention: Attention) -> str:
@@ -100,17 +100,17 @@ def describe_text(attention: Attention) -> str:
 
 
 def notes_of(attention: Attention) -> list[str]:
-    """Warnings that affect how the numbers read."""
+    """Return warnings that affect the meaning of the numbers."""
     length = len(attention.text.tokens)
     notes = list(attention.text.notes)
     for model in attention.models:
         if model.context is not None and model.context < length:
-            notes.append(f"the text is longer than the context of {model.name}, {format_size(model.context)}")
+            notes.append(f"the text is longer than the context length of {model.name}, {format_size(model.context)}")
     return notes
 
 
 def attention_values(attention: Attention) -> dict[str, Any]:
-    """The values that `--json` prints: everything but the maps."""
+    """Return the values that `--json` prints: everything except the maps."""
     text, settings = attention.text, attention.settings
     return {
         "tokens": len(text.tokens),
@@ -148,15 +148,6 @@ def attention_values(attention: Attention) -> dict[str, Any]:
     }
 
 
-def write_attention(attention: Attention, out_file: Path) -> None:
-    write_text(out_file, render_attention(attention))
-
-
-def write_figure(attention: Attention, out_file: Path) -> None:
-    """Write the maps alone, as SVG."""
-    write_text(out_file, render_figure(attention))
-
-
 def render_attention(attention: Attention) -> str:
     top = max((value for stats in attention.stats for row in stats.far if row for value in row), default=0.0)
     names = [one_line(model.name) for model in attention.models]
@@ -192,7 +183,7 @@ def _facts(attention: Attention) -> list[tuple[str, str]]:
 
 
 def _documents(attention: Attention) -> list[tuple[str, str]]:
-    """Each piece with its document."""
+    """Return each piece with its document."""
     text = attention.text
     return [
         (f"{name} ({size:,} tokens)", one_line(text.doc_names[doc]))
@@ -201,7 +192,7 @@ def _documents(attention: Attention) -> list[tuple[str, str]]:
 
 
 def _draw_heads(attention: Attention, number: int, top: float) -> Markup:
-    """A square for each head, layers down and heads across; stronger color is more long-range attention."""
+    """Draw a square for each head, layers down and heads across; a stronger color means more long-range attention."""
     stats, model = attention.stats[number], attention.models[number]
     layers, size = len(stats.far), _SQUARE - 2
     drawn = [svg_text(26, 14 + at * _SQUARE + 9, at, "end", None) for at in range(0, layers, max(1, -(-layers // 8)))]

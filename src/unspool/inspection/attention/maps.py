@@ -1,7 +1,7 @@
-"""Attention maps with axes, document borders and color scales, as SVG: for the page, and as a figure file.
+"""Attention maps with axes, document boundaries and color scales, as SVG: for the page, and as a figure file.
 
-Every text is escaped, and each picture has a description in words. Thin lines mark where documents begin; a dotted
-line separates near from far.
+Every text is escaped, and each picture has a text description. Thin lines mark where documents begin; a dotted line
+separates near from far.
 """
 
 import base64
@@ -29,20 +29,20 @@ class Scale:
 
     decades: int
     colors: tuple[str, ...]
-    signed: bool = False  # the middle color is then that of 0 and of values below `lowest`
+    signed: bool = False  # then the middle color is for 0 and absolute values below `lowest`
 
     @property
     def lowest(self) -> float:
         return float(10.0**-self.decades)
 
     def places(self, values: np.ndarray) -> np.ndarray:
-        """Positions along the colors, from 0 to 1."""
+        """Map values to positions along the colors, from 0 to 1."""
         sizes = np.log10(np.maximum(np.abs(values), self.lowest) / self.lowest) / self.decades
         found: np.ndarray = np.clip(sizes, 0, 1)
         return (found * np.sign(values) + 1) / 2 if self.signed else found
 
     def ticks(self) -> list[tuple[float, str]]:
-        """Positions from 0 to 1 and their labels."""
+        """Return positions from 0 to 1 and their labels."""
         shares = [(at / self.decades, f"{100 * self.lowest * 10**at:g}%") for at in range(self.decades + 1)]
         if not self.signed:
             return shares
@@ -61,14 +61,14 @@ DIFFERENCE = Scale(
 
 
 def map_png(values: np.ndarray, scale: Scale) -> bytes:
-    """A square map as PNG; the part above the diagonal is transparent."""
+    """Render a square map as PNG; the part above the diagonal is transparent."""
     indices = (1 + np.rint(scale.places(values) * (_STEPS - 1))).astype(np.uint8)
     indices[np.triu_indices(len(indices), 1)] = 0
     return _png(indices, _palette(scale.colors))
 
 
 def scale_png(scale: Scale) -> bytes:
-    """The colors of a scale from its lowest to its highest, one pixel high."""
+    """Render the colors of a scale from lowest to highest, one pixel high."""
     return _png(np.arange(1, _STEPS + 1, dtype=np.uint8)[None], _palette(scale.colors))
 
 
@@ -81,7 +81,7 @@ def _palette(anchors: tuple[str, ...]) -> bytes:
 
 
 def _png(indices: np.ndarray, palette: bytes) -> bytes:
-    # A palette PNG needs 15 lines; an imaging library would be a dependency for nothing else.
+    # A palette PNG needs 15 lines, which do not justify a dependency on an imaging library.
     height, width = indices.shape
     lines = np.pad(indices, ((0, 0), (1, 0)))  # each line begins with its filter, none
     header = struct.pack(">IIBBBBB", width, height, 8, 3, 0, 0, 0)
@@ -95,7 +95,7 @@ def _chunk(name: bytes, content: bytes) -> bytes:
 
 
 def _image(png: bytes, **box: float) -> Markup:
-    """An embedded picture, which needs no file and no network."""
+    """Embed a picture, which needs no file and no network."""
     href = "data:image/png;base64," + base64.b64encode(png).decode()
     return element("image", href=href, preserveAspectRatio="none", **box)
 
@@ -138,7 +138,7 @@ class Line:
 
 
 def panels_of(attention: Attention, head: Head) -> list[Panel]:
-    """The map of each model and, for two models, second minus first."""
+    """Draw the map of each model and, for two models, the difference second minus first."""
     panels = [
         _panel(attention, model.name, _describe_map(attention, number, head), stats.maps[head], MAP)
         for number, (model, stats) in enumerate(zip(attention.models, attention.stats, strict=True))
@@ -155,7 +155,7 @@ def panels_of(attention: Attention, head: Head) -> list[Panel]:
 
 
 def scale_svg(scale: Scale, title: str) -> Markup:
-    """A color bar with its labels."""
+    """Draw a color bar with its labels."""
     ticks = scale.ticks()
     return svg(
         WIDTH,
@@ -173,7 +173,7 @@ def scale_titles(attention: Attention) -> list[tuple[Scale, str]]:
 
 
 def lines_of(attention: Attention) -> list[Line]:
-    """For two models a line per head; for one, heads side by side."""
+    """Arrange maps: for two models a line per head; for one model, heads side by side."""
     panels = [panels_of(attention, head) for head in attention.heads]
     if len(attention.models) == 2:
         return [
@@ -188,7 +188,7 @@ def lines_of(attention: Attention) -> list[Line]:
 
 
 def render_figure(attention: Attention) -> str:
-    """One SVG file: lines of maps, and the color scales."""
+    """Render one SVG file: lines of maps, and the color scales."""
     lines = lines_of(attention)
     width = max(len(line.panels) for line in lines) * (WIDTH + _GAP) - _GAP
     head = [title_line(attention), *wrap(about_line(attention), int(width / _LETTER))]
@@ -204,7 +204,7 @@ def render_figure(attention: Attention) -> str:
             drawn.append(_placed(panel.svg, across, down + 12, HEIGHT))
         down += HEIGHT + 22
     for number, (scale, title) in enumerate(scale_titles(attention)):
-        # Each scale is below its maps: the difference is on the right.
+        # Each scale is below its maps; the difference is on the right.
         drawn.append(_placed(scale_svg(scale, title), number * (width - WIDTH), down, SCALE_HEIGHT))
     whole_width, height = width + 32, down + SCALE_HEIGHT + 24
     whole = element(
@@ -233,10 +233,10 @@ def title_line(attention: Attention) -> str:
 
 
 def about_line(attention: Attention) -> str:
-    """What a point of a map shows."""
+    """Describe what a point of a map shows."""
     block, cell = attention.block, attention.settings.cell
     pooled = f" ({cell // block} × {cell // block} blocks of {block}, pooled for drawing)" if cell > block else ""
-    borders = ", thin lines: borders of documents and pieces" if len(attention.text.piece_lens) > 1 else ""
+    borders = ", thin lines: boundaries of documents and pieces" if len(attention.text.piece_lens) > 1 else ""
     return (
         f"Each point: the largest probability in {cell} × {cell} tokens{pooled}. Dotted line: "
         f"{attention.settings.beyond:,} tokens back{borders}."
@@ -252,7 +252,7 @@ def head_line(attention: Attention, head: Head) -> str:
 
 
 def _placed(drawing: Markup, x: float, y: float, height: float) -> Markup:
-    """A drawing inside another one, at its own size."""
+    """Place a drawing inside another one, at its own size."""
     place = f'<svg x="{x:g}" y="{y:g}" width="{WIDTH:g}" height="{height:g}"'
     return Markup(str(drawing).replace("<svg", place, 1))
 
@@ -266,7 +266,7 @@ def _panel(attention: Attention, title: str, about: str, values: np.ndarray, sca
 
 
 def _borders(attention: Attention, extent: int) -> list[Markup]:
-    """Lines where pieces begin, with their names above the diagonal, and the line between near and far."""
+    """Draw lines where pieces begin, their names above the diagonal, and the line between near and far."""
     per = SIDE / extent
     drawn = []
     borders = list(accumulate(attention.text.piece_lens, initial=0))
@@ -310,5 +310,5 @@ def _describe_map(attention: Attention, number: int, head: Head) -> str:
 
 
 def _share_of_cells(cells: np.ndarray) -> str:
-    """The share of cells at and below the diagonal."""
+    """Return the share of cells at and below the diagonal."""
     return show_share(float(cells[np.tril_indices(len(cells))].mean()))

@@ -1,7 +1,7 @@
 """Measure attention of one or two models on the same text, with maps of the same heads.
 
-All checks run before weights are loaded, and only one model is in memory at a time. The drawn heads are those of the
-last model with the most long-range attention, or those named by the user.
+All checks run before weights are loaded, and only one model is in memory at a time. The drawn heads are named by the
+user; by default, those of the last model with the most long-range attention.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ from unspool.models.load import load_model
 Head = tuple[int, int]  # layer and head, from 0
 Advance = Callable[[int], None]
 
-# Below this, the share is a ratio of two small numbers and means nothing.
+# Below this, the share is a ratio of two small numbers and has no meaning.
 LEAST_FAR = 0.05
 
 
@@ -39,14 +39,14 @@ def show_share(share: float | None) -> str:
 
 
 def value_at(layers: Sequence[list[float] | None], head: Head) -> float | None:
-    """The value of one head in a list by layer, then by head."""
+    """Return the value of one head from a list by layer, then by head."""
     row = layers[head[0]]
     return None if row is None else row[head[1]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionSettings:
-    """What to measure and draw."""
+    """Settings for measuring and drawing."""
 
     attention: str  # "full" or "intra_document"
     beyond: int  # tokens; attention farther back is long-range
@@ -76,9 +76,9 @@ class HeadStats:
 
     @property
     def share(self) -> list[list[float] | None]:
-        """Share of long-range attention that stays in the query's document, 0 for heads below `LEAST_FAR`.
+        """Return the share of long-range attention within the query's document, 0 for heads below `LEAST_FAR`.
 
-        A head that spreads its attention evenly also has much of it in its own document, by chance.
+        By chance, a head that spreads its attention evenly also has much of it in its own document.
         """
         return [
             [same / far if far >= LEAST_FAR else 0.0 for far, same in zip(fars, sames, strict=True)]
@@ -88,7 +88,7 @@ class HeadStats:
         ]
 
     def ranked(self, by: str | None = None) -> list[Head]:
-        """All measured heads, highest first."""
+        """Return all measured heads, highest first."""
         rows: list[list[float] | None] = getattr(self, by or self.by)
         known = [(value, layer, head) for layer, row in enumerate(rows) if row for head, value in enumerate(row)]
         return [(layer, head) for _, layer, head in sorted(known, key=lambda each: (-each[0], each[1:]))]
@@ -123,7 +123,7 @@ class _Recorder:
         self._stats = HeadStats(by=settings.by)
 
     def attached(self, model: Any) -> AbstractContextManager[None]:
-        """Context in which every attention layer passes its inputs to `_attend`."""
+        """Return a context manager in which every attention layer passes its inputs to `_attend`."""
         return intercept_attention(model, lambda layer: partial(self._attend, layer))
 
     def _attend(self, number: int, kernel: Kernel, inputs: AttentionInputs) -> Tensor:
@@ -191,29 +191,29 @@ class Attention:
 
     @property
     def heads(self) -> list[Head]:
-        """The drawn heads, in order."""
+        """Return the drawn heads, in order."""
         return list(self.stats[-1].maps)
 
     @property
     def has_pieces(self) -> bool:
-        """Whether long-range attention can cross documents."""
+        """Return whether long-range attention can cross documents."""
         return self.settings.attention == "full" and max(self.text.chunk_ids) > 0
 
     def difference(self, head: Head) -> np.ndarray:
-        """The second model's map minus the first's."""
+        """Return the second model's map minus the first's."""
         first, second = (stats.maps[head] for stats in self.stats)
         more: np.ndarray = second - first
         return more
 
 
 def cell_of(length: int, block: int, pixels: int) -> int:
-    """Tokens per side of one point: the fewest whole blocks that keep a map within `pixels` points."""
+    """Return the tokens per side of one point: the fewest whole blocks that keep a map within `pixels` points."""
     blocks = -(-length // block)
     return block * -(-blocks // pixels)
 
 
 def check_models(models: Sequence[ModelRef], text: Text, settings: AttentionSettings, block: int) -> None:
-    """Raise ConfigError for what cannot be measured or compared."""
+    """Raise ConfigError for models or texts that cannot be measured or compared."""
     first, last = models[0], models[-1]
     length = len(text.tokens)
     if length < 2 * block:
@@ -223,7 +223,7 @@ def check_models(models: Sequence[ModelRef], text: Text, settings: AttentionSett
     if length <= settings.beyond + settings.first + 1:
         raise ConfigError(
             f"the text has {length:,} tokens, so no token is more than {settings.beyond:,} tokens back; "
-            "give a longer text or a smaller --beyond."
+            "give a longer text or a smaller `beyond`."
         )
     if (first.num_layers, first.num_heads) != (last.num_layers, last.num_heads):
         raise ConfigError(
@@ -234,7 +234,7 @@ def check_models(models: Sequence[ModelRef], text: Text, settings: AttentionSett
         highest = int(text.tokens.max())
         if highest >= int(model.values["vocab_size"]):
             raise ConfigError(
-                f"the text holds token {highest}, which is not in the vocabulary of {model.name} ("
+                f"the text contains token {highest}, which is not in the vocabulary of {model.name} ("
                 f"{model.values['vocab_size']:,} tokens); UTK rows are for models trained on their special tokens."
             )
     named = [*((layer, 0) for layer in settings.layers or ()), *settings.heads]
@@ -266,7 +266,7 @@ def measure_attention(
         if not stats[-1].maps:
             raise ConfigError(
                 f"no head of {model.name} can attend more than {settings.beyond:,} tokens back: its sliding windows "
-                "are shorter; use a smaller --beyond."
+                "are shorter; use a smaller `beyond`."
             )
     return Attention(text=text, settings=settings, block=block, models=list(models), stats=stats[::-1], named=named)
 

@@ -1,8 +1,8 @@
 """Long-range attention of the heads of one layer, computed tile by tile.
 
-Takes queries and keys as the layer's attention does (after RoPE). The softmax is exact over all visible keys, whatever
-the tiles, with grouped heads, windows, softcaps and sinks as in models/attention/reference.py. No S×S matrix is ever
-held. Each head's scores are computed once, those of drawn heads twice.
+Takes queries and keys as the layer's attention does (after RoPE). The softmax is exact over all visible keys, for any
+tile size, with grouped heads, windows, softcaps and sinks as in models/attention/reference.py. No S×S matrix is ever in
+memory. Each head's scores are computed once, those of drawn heads twice.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,10 +14,10 @@ from torch import Tensor
 
 from unspool.models.attention.reference import AttentionInputs
 
-# Tokens of a tile and the number of scores held at a time: sized for a CPU's caches and a GPU's occupancy.
+# Tokens per tile, and scores in memory at a time: chosen for a CPU's caches and a GPU's occupancy.
 CPU_TILE, CPU_SCORES = (256, 1024), 1 << 20
 CUDA_TILE, CUDA_SCORES = (2048, 4096), 1 << 28
-# The group of first tokens in `Visibility.groups`.
+# The group of the first tokens in `Visibility.groups`.
 FIRST = -1
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -47,13 +47,13 @@ class Layer:
         return len(self.query) // len(self.key)
 
     def heads(self, first: int, stop: int) -> "Layer":
-        """Some KV heads with the query heads that share them."""
+        """Select some KV heads with the query heads that share them."""
         of_queries = slice(first * self.groups, stop * self.groups)
         sinks = None if self.sinks is None else self.sinks[of_queries]
         return replace(self, query=self.query[of_queries], key=self.key[first:stop], sinks=sinks)
 
     def head(self, number: int) -> "Layer":
-        """One query head with its keys."""
+        """Select one query head with its keys."""
         at = number // self.groups
         sinks = None if self.sinks is None else self.sinks[number : number + 1]
         return replace(self, query=self.query[number : number + 1], key=self.key[at : at + 1], sinks=sinks)
@@ -61,9 +61,9 @@ class Layer:
 
 @dataclass(frozen=True, kw_only=True)
 class Visibility:
-    """Which tokens each token can attend to, and which of them are far."""
+    """The tokens that each token can attend to, and which of them are far."""
 
-    starts: Tensor  # int64[S]: the first visible token of each; never decreases
+    starts: Tensor  # int64[S]: first visible token of each token; never decreases
     docs: Tensor  # int64[S]: document of each token, from 0
     groups: Tensor  # int64[S]: document, or `FIRST` for the first tokens, which act as attention sinks
     beyond: int  # tokens farther back than this are far
@@ -75,10 +75,10 @@ class Visibility:
 
 @dataclass(frozen=True, kw_only=True)
 class LongRange:
-    """Means over all queries with a visible far token; None if a layer's window leaves none."""
+    """Means over all queries with a visible far token; None if the layer's window allows none."""
 
-    far: list[float] | None  # per head: probability on far tokens, without the first ones
-    same: list[float] | None  # the part of it that is on the query's own document
+    far: list[float] | None  # per head: probability on far tokens, except the first tokens
+    same: list[float] | None  # the part of `far` within the query's own document
     first: list[float] | None  # probability on the first tokens, if they are far
     log_sums: Tensor  # [H, S], needed to draw maps
 
@@ -86,7 +86,7 @@ class LongRange:
 def build_visibility(
     doc_lens: Sequence[int], chunk_ids: Sequence[int], *, masked: bool, beyond: int, first: int
 ) -> Visibility:
-    """Visibility of consecutive pieces; if `masked`, a piece sees only itself. `first` tokens form their own group."""
+    """Build the visibility of consecutive pieces; if `masked`, a piece sees only itself. `first` tokens are a group."""
     lens = torch.tensor(doc_lens)
     begins = torch.repeat_interleave(lens.cumsum(0) - lens, lens)
     docs = torch.repeat_interleave(torch.tensor(chunk_ids), lens)
@@ -96,7 +96,7 @@ def build_visibility(
 
 
 def lowest_keys(visible: Visibility, window: int | None) -> Tensor:
-    """The first visible key of each query."""
+    """Return the first visible key of each query."""
     if window is None:
         return visible.starts
     places = torch.arange(len(visible.starts), device=visible.starts.device)
@@ -104,7 +104,7 @@ def lowest_keys(visible: Visibility, window: int | None) -> Tensor:
 
 
 def measure(layer: Layer, visible: Visibility, *, tile: tuple[int, int] | None = None) -> LongRange:
-    """Measure all heads in one pass over tiles; sums are rescaled when a larger score is met."""
+    """Measure all heads in one pass over tiles; sums are rescaled when a larger score appears."""
     length = layer.query.shape[1]
     low = lowest_keys(visible, layer.window)
     size = tile or _tile(layer.query)
@@ -128,7 +128,7 @@ def measure(layer: Layer, visible: Visibility, *, tile: tuple[int, int] | None =
 def draw(
     layer: Layer, visible: Visibility, log_sums: Tensor, cell: int, *, tile: tuple[int, int] | None = None
 ) -> Tensor:
-    """Largest probability in cells of `cell` × `cell` of one head, float32[C, C] on the CPU; rows are queries."""
+    """Return one head's largest probability per cell of `cell` × `cell`: float32[C, C] on the CPU, rows are queries."""
     length = layer.query.shape[1]
     assert len(layer.query) == 1 and log_sums.shape == (length,)
     low = lowest_keys(visible, layer.window)
@@ -154,7 +154,7 @@ def draw(
 
 
 def _measure_queries(layer: Layer, visible: Visibility, low: Tensor, queries: slice, num_keys: int) -> Tensor:
-    """[4, H, Q]: probability on far tokens, on those of the same document, on first tokens; and the log-sum-exp."""
+    """Return [4, H, Q]: probability on far tokens, on those of the same document, on first tokens; log-sum-exp."""
     shape = (len(layer.query), queries.stop - queries.start)
     most = torch.full(shape, -torch.inf, device=layer.query.device)
     sums = torch.zeros(4, *shape, device=layer.query.device)
@@ -164,7 +164,7 @@ def _measure_queries(layer: Layer, visible: Visibility, low: Tensor, queries: sl
         if hidden is not None:
             scores.masked_fill_(hidden, -torch.inf)
         new_most = torch.maximum(most, scores.amax(-1))
-        # A query without visible keys so far has no scale.
+        # A query that has seen no visible key yet has no scale.
         scale = new_most.clamp(min=torch.finfo(torch.float32).min)
         weights = scores.sub_(scale[..., None]).exp_()
         sums *= (most - scale).exp_()
@@ -180,7 +180,7 @@ def _measure_queries(layer: Layer, visible: Visibility, low: Tensor, queries: sl
 
 
 def _add_far(sums: Tensor, weights: Tensor, visible: Visibility, queries: slice, keys: slice) -> None:
-    """Add far weights to the first three of `sums`; changes `weights` in place."""
+    """Add far weights to the first three of `sums`; modify `weights` in place."""
     if keys.start >= queries.stop - 1 - visible.beyond:
         return
     places = torch.arange(queries.start, queries.stop, device=weights.device)
@@ -188,7 +188,7 @@ def _add_far(sums: Tensor, weights: Tensor, visible: Visibility, queries: slice,
         near = torch.arange(keys.start, keys.stop, device=weights.device) >= places[:, None] - visible.beyond
         weights.masked_fill_(near, 0)
     names, of_keys = torch.unique(visible.groups[keys], return_inverse=True)
-    # Summed by group as a product, because the weights are large and the groups of a tile few.
+    # Sum by group with a matrix product, because a tile has many weights and few groups.
     by_group = weights @ F.one_hot(of_keys, len(names)).to(weights.dtype)
     own = names == visible.docs[queries, None]
     sums[0] += by_group[..., names != FIRST].sum(-1)
@@ -197,19 +197,19 @@ def _add_far(sums: Tensor, weights: Tensor, visible: Visibility, queries: slice,
 
 
 def _has_far(visible: Visibility, low: Tensor) -> Tensor:
-    """bool[S]: queries with at least one visible far token that is not one of the first."""
+    """Return bool[S]: queries with at least one visible far token besides the first tokens."""
     counts = F.pad((visible.groups != FIRST).long().cumsum(0), (1, 0))
     ends = (torch.arange(len(low), device=low.device) - visible.beyond).clamp(min=0)
     return counts[torch.maximum(ends, low)] > counts[low]
 
 
 def _scores(layer: Layer, queries: slice, keys: slice) -> Tensor:
-    """float32[H, Q, K]; query heads are grouped by the KV head they share, so that keys are not repeated."""
+    """Compute float32[H, Q, K]; query heads are grouped by their KV head, so that keys are not repeated."""
     num_heads, _, dim = layer.query.shape
     query = layer.query[:, queries].reshape(len(layer.key), -1, dim)
     key = layer.key[:, keys].transpose(1, 2)
     if query.is_cuda and query.dtype in _HALF:
-        # Products of 16-bit numbers are exact in the sum's fp32; rounding the scores would cost percents.
+        # Products of 16-bit numbers are exact in fp32 sums; rounding the scores would cause errors of percents.
         scores = torch.bmm(query, key, out_dtype=torch.float32)
     else:
         scores = torch.bmm(query.float(), key.float())
@@ -220,7 +220,7 @@ def _scores(layer: Layer, queries: slice, keys: slice) -> Tensor:
 
 
 def _hidden(low: Tensor, queries: slice, keys: slice) -> Tensor | None:
-    """bool[Q, K]: keys a query cannot see; None if all queries see all keys."""
+    """Return bool[Q, K]: keys that a query cannot see; None if all queries see all keys."""
     if keys.stop - 1 <= queries.start and keys.start >= int(low[queries.stop - 1]):
         return None
     columns = torch.arange(keys.start, keys.stop, device=low.device)

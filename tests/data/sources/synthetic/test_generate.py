@@ -58,7 +58,7 @@ def test_the_shortest_lengths_are_not_exceeded_either(task):
 
 
 def test_a_length_that_cannot_be_met_is_refused():
-    with pytest.raises(DataError, match="no document of the task hops is as short as 512 tokens"):
+    with pytest.raises(DataError, match="task hops cannot make a document as short as 512 tokens"):
         generate_document("hops", 512, lambda text: np.zeros(20 * len(text)), [], seed=0, index=0)
 
 
@@ -105,7 +105,7 @@ def test_parts_hold_every_document_once_and_are_alike():
     assert len(split_plan(plan_documents(source(tokens=1), 0))) == 1
 
 
-def test_prose_that_reads_like_a_fact_or_a_question_is_left_out():
+def test_prose_that_looks_like_a_fact_or_a_question_is_skipped():
     facts = [
         "Ann Lee reports to Bob Ray.",
         "Step 1: the baker opened his shop at six.",
@@ -115,11 +115,11 @@ def test_prose_that_reads_like_a_fact_or_a_question_is_left_out():
     ]
     plain = "The ferry was never seen again after the war."
     assert load_prose([" ".join([*facts, plain, "Too short."])]) == [plain]
-    with pytest.raises(DataError, match="the prose holds no sentence of 20 to 400 characters"):
+    with pytest.raises(DataError, match="the prose has no sentence of 20 to 400 characters"):
         load_prose(["Short. Too short."])
 
 
-def test_prose_stands_between_the_facts():
+def test_prose_is_between_the_facts():
     texts = [document("states", 1024, index, with_prose=True) for index in range(40)]
     shares = [sum(map(text.count, SENTENCES)) * 78 / len(text) for text in texts]
     assert 0 in shares and max(shares) > 0.5

@@ -50,7 +50,7 @@ def test_a_corpus_is_the_same_for_one_worker_and_two(tmp_path, small_parts):
     assert len(list((tmp_path / "two").iterdir())) == len(files) + 1
 
 
-def test_documents_hold_right_answers_and_as_many_tokens_as_asked_for(tmp_path, tokenizer, small_parts):
+def test_documents_hold_right_answers_and_the_requested_number_of_tokens(tmp_path, tokenizer, small_parts):
     counts = build(tmp_path, "made", tokens="256K")
     reader = open_corpus(tmp_path / "made")
     assert counts["tokens"] == reader.lens.sum() == pytest.approx(256 << 10, rel=0.03)
@@ -136,7 +136,7 @@ def test_a_share_of_the_rows_is_replaced_by_tasks(tmp_path):
     assert counts["sources"]["books"]["tokens"] / counts["tokens"] == pytest.approx(0.7, abs=0.01)
 
 
-def test_prose_may_be_left_out_but_not_be_missing(tmp_path):
+def test_prose_is_optional_but_its_file_must_exist(tmp_path):
     check_inputs(load_recipe(save_recipe(tmp_path, RECIPE.replace(", prose: books.jsonl", ""))))
     with pytest.raises(ConfigError, match=r"sources\.tasks\.prose"):
         check_inputs(load_recipe(save_recipe(tmp_path, RECIPE.replace("prose: books", "prose: nothing"))))

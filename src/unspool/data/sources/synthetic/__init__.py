@@ -1,5 +1,5 @@
-"""Source kind `synthetic`: generated tasks as documents: facts, questions and answers, at any length.
+"""Source kind `synthetic`: generated tasks as documents of any length: facts, questions and answers.
 
-The five tasks are those of Untie the Knots' synthetic rival. The paper only names them; what a document of each looks
-like is our design.
+The five tasks are those of the synthetic baseline in Untie the Knots. The paper only names them; their documents are
+our design.
 """

@@ -1,7 +1,7 @@
-"""Attribute inclusion: things with sets of attributes, and questions about which, how many, or whether one has some.
+"""Attribute inclusion: things with sets of attributes, and questions about which, how many, or whether.
 
-Things differ in name, and lists are asked for in the order of the document, so there is one right answer. Half of the
-questions about one thing are answered with yes.
+Things differ in name, and lists follow the order of the document, so there is one right answer. Half of the yes-or-no
+questions have the answer yes.
 """
 
 from collections.abc import Iterator
@@ -23,9 +23,9 @@ from unspool.data.sources.synthetic.draft import (
     shuffled_words,
 )
 
-ATTRIBUTES = (12, 40)  # how many there are to choose from
+ATTRIBUTES = (12, 40)  # number of attributes to choose from
 MEAN_ATTRIBUTES = 4.0
-# Questions ask to list all matches only up to this many.
+# Questions for a list of all matches have at most this many.
 MOST_LISTED = 8
 NONE = "none"
 
@@ -100,7 +100,7 @@ def _questions(things: list[str], marks: list[str], has: np.ndarray, rng: np.ran
                 text = pick(rng, INCLUDES).format(thing=things[thing], mark=marks[int(rng.choice(choices))])
                 yield Question(text, "yes" if wanted else "no")
             continue
-        # Marks of one thing, so that at least one has them together; sometimes any marks.
+        # Attributes of one thing, so that at least one has them together; sometimes any attributes.
         pool = np.flatnonzero(has[thing]) if rng.random() < 0.9 else np.arange(len(marks))
         chosen = rng.permutation(pool)[: int(rng.integers(2, 5))]
         if len(chosen) < 2:

@@ -1,9 +1,8 @@
-"""What all tasks share: a draft of facts and questions, written out as one text of about the requested size.
+"""Shared by all tasks: write a draft of facts and questions as one text of about the requested size.
 
-A text has an opening, facts one per line, perhaps with lines of prose between them, then questions, each followed by
-its answer. What stays the same when a document is written again at another size (theme, wording, layout) is drawn
-from `style`; its content is drawn from `rng`. No question occurs twice in a document. The size is met to within about
-one question.
+A text has an opening, one fact per line, optional lines of prose between them, then questions, each followed by its
+answer. `style` draws what stays the same when a document is generated again at another size (theme, wording, layout);
+`rng` draws its content. No question occurs twice in a document. The size is met to within about one question.
 """
 
 import re
@@ -15,7 +14,7 @@ import numpy as np
 
 from unspool.data.facts import word_list
 
-# What precedes a question, and its answer.
+# Prefixes of a question and of its answer.
 LABELS = (
     ("Question: ", "Answer: "),
     ("Q: ", "A: "),
@@ -27,21 +26,21 @@ LABELS = (
 GAPS = ("\n", "\n\n")
 QUESTION_START = re.compile("^(?:" + "|".join(re.escape(label) for label, _ in LABELS) + ")", re.MULTILINE)
 
-# What the slots of wordings may hold.
+# Patterns for the slots of wordings.
 NAME = r"[A-Z][a-z]+(?: [A-Z][a-z]+)+"
 LABEL = r"[a-z]+(?:-[a-z]+)+"
 WORD = r"[a-z]+"
 NUMBER = r"-?[0-9]+"
 _SLOT = re.compile(r"\{(\w+)\}")
 
-# Facts of the draft that measures how long a fact is.
+# Number of facts in the draft that measures the length of a fact.
 TRIAL_FACTS = 24
-TRIAL_STEP = 8  # for many facts a second trial has this many times fewer
+TRIAL_STEP = 8  # for many facts, a second trial has this many times fewer
 FEWEST_FACTS = 4
 MOST_BUILDS = 3
 FEWEST_QUESTIONS = 2
 QUESTION_CHARS = 110
-# A document is full after this many questions that were asked already or do not fit.
+# A document is full after this many questions that are repeated or do not fit.
 MOST_MISSES = 5
 
 Choice = TypeVar("Choice")
@@ -56,11 +55,11 @@ class Draft(NamedTuple):
     opening: str
     facts: list[str]
     questions: Iterator[Question]  # endless; may repeat
-    echo: int = 0  # characters of the first answer, if it is as long as the facts
+    echo: int = 0  # characters of the first answer, if it repeats the facts
 
     @property
     def size(self) -> int:
-        """Characters, apart from most questions."""
+        """Number of characters, without most questions."""
         return len(self.opening) + sum(map(len, self.facts)) + len(self.facts) + self.echo
 
 
@@ -82,7 +81,7 @@ def draw_layout(style: np.random.Generator, *, with_prose: bool) -> Layout:
 def compose(
     build: Builder, layout: Layout, chars: int, prose: Sequence[str], rng: np.random.Generator
 ) -> tuple[str, int]:
-    """Write a document of about `chars` characters; also returns how many of them precede the questions."""
+    """Write a document of about `chars` characters; also return how many of them precede the questions."""
     question_room = min(0.3 * chars, (4 + layout.questions * min(60, chars / 1500)) * QUESTION_CHARS)
     question_room = max(question_room, 0.01 * chars)
     slack = max(question_room / 4, 0.01 * chars)
@@ -97,7 +96,7 @@ def compose(
 
 
 def _build_draft(build: Builder, room: float, slack: float, rng: np.random.Generator) -> Draft:
-    """Build a draft of about `room` characters. Trials measure the length of a fact, which grows with their number."""
+    """Build a draft of about `room` characters. Trials measure how long a fact is; that grows with their number."""
     draft = build(rng, TRIAL_FACTS)
     num = max(FEWEST_FACTS, round(TRIAL_FACTS * room / draft.size))
     if num > TRIAL_FACTS * TRIAL_STEP**2:
@@ -114,7 +113,7 @@ def _build_draft(build: Builder, room: float, slack: float, rng: np.random.Gener
 
 
 def _write_questions(questions: Iterator[Question], layout: Layout, room: int) -> str:
-    """Write questions with their answers until the room is used up, at least a few."""
+    """Write questions with their answers until `room` is used up, at least a few."""
     parts: list[str] = []
     known: set[str] = set()
     misses = 0
@@ -133,7 +132,7 @@ def _write_questions(questions: Iterator[Question], layout: Layout, room: int) -
 
 
 def prose_lines(sentences: Sequence[str], chars: float, rng: np.random.Generator) -> list[str]:
-    """Consecutive sentences from a random start, one to four per line."""
+    """Return consecutive sentences from a random start, one to four per line."""
     lines: list[str] = []
     at = int(rng.integers(len(sentences)))
     while chars > 0:
@@ -145,7 +144,7 @@ def prose_lines(sentences: Sequence[str], chars: float, rng: np.random.Generator
 
 
 def scatter(facts: list[str], others: list[str], rng: np.random.Generator) -> list[str]:
-    """Mix both lists at random, each in its own order."""
+    """Merge both lists at random; each keeps its order."""
     from_facts = np.ones(len(facts) + len(others), dtype=bool)
     from_facts[rng.choice(len(from_facts), size=len(others), replace=False)] = False
     left, right = iter(facts), iter(others)
@@ -154,7 +153,7 @@ def scatter(facts: list[str], others: list[str], rng: np.random.Generator) -> li
 
 @cache
 def words() -> tuple[str, ...]:
-    """The shipped words, read once per process."""
+    """Return the included words, read once per process."""
     return tuple(word_list())
 
 
@@ -171,7 +170,7 @@ def pick_each(rng: np.random.Generator, choices: Sequence[Choice], count: int) -
 
 
 def name_parts(rng: np.random.Generator, count: int) -> list[list[str]]:
-    """Draw `count` different groups of words: pairs, or more words if there are too few pairs."""
+    """Draw `count` different groups of words: pairs, or larger groups if there are too few pairs."""
     known = words()
     size = len(known)
     joined = 2
@@ -183,17 +182,17 @@ def name_parts(rng: np.random.Generator, count: int) -> list[list[str]]:
 
 
 def labels(rng: np.random.Generator, count: int, joint: str = "-") -> list[str]:
-    """Different names for things, such as amber-falcon."""
+    """Draw different names for things, such as amber-falcon."""
     return [joint.join(parts) for parts in name_parts(rng, count)]
 
 
 def names(rng: np.random.Generator, count: int) -> list[str]:
-    """Different names for people and places, such as Amber Falcon."""
+    """Draw different names for people and places, such as Amber Falcon."""
     return [" ".join(parts).title() for parts in name_parts(rng, count)]
 
 
 def numbers(rng: np.random.Generator, count: int, *, smallest: int = 100) -> np.ndarray:
-    """Different whole numbers in random order."""
+    """Draw different whole numbers in random order."""
     return smallest + rng.choice(max(10 * count, 10_000 - smallest), size=count, replace=False)
 
 

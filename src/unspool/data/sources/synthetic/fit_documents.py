@@ -1,9 +1,9 @@
-"""Generate the documents of a `synthetic` source: how many, how long, of which task, each fitted to its length.
+"""Generate the documents of a `synthetic` source: plan number, lengths and tasks, then fit each document to its length.
 
 Document i depends only on the seed, i, the source's settings, the tokenizer and the prose, so parts can be generated
-anywhere in any order. No document is longer than planned, and nearly all have at least `LEAST` of the planned tokens.
-A document is written and tokenized again until its length is right: short ones two or three times, long ones once or
-twice. The tests solve generated documents a second way and compare all answers.
+anywhere in any order. No document is longer than planned, and nearly all have at least `LEAST` of the planned tokens. A
+document is written and tokenized again until its length is right: two or three times if short, once or twice if long.
+The tests solve generated documents in a second way and compare all answers.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ from unspool.data.sources.synthetic.draft import QUESTION_START, Builder, compos
 if TYPE_CHECKING:
     from unspool.data.tokenize.encoder import Encoder
 
-# Tokens of one task of the pipeline: enough to outweigh a worker's start, small enough to lose little when killed.
+# Tokens per task of the pipeline: enough to outweigh the start of a worker, small enough to lose little in a kill.
 PART_TOKENS = 2 << 20
-# Share of the planned tokens that a document must have, and that is aimed at.
+# Minimum share of the planned tokens that a document must have, and the share to aim at.
 LEAST, AIM = 0.96, 0.983
 MOST_ATTEMPTS = 40
-# Documents are planned in blocks, so that the plan of the first ones does not depend on how many there are.
+# Documents are planned in blocks, so that the plan of the first ones does not depend on the number of documents.
 PLAN_BLOCK = 4096
 SAMPLED_THEMES = 8
 CHARS_PER_TOKEN = 3.0  # assumed for the first attempt
-# A longer document is preceded by a small one, which measures the characters per token.
+# Before a longer document, a small one measures the characters per token.
 PROBE_ABOVE = 4096
 PROBE_SHARE = 1 / 12
-# Enough prose for variety; more would only cost start-up time, in every worker.
+# Enough prose for variety; more would only slow down the start of every worker.
 PROSE_CHARS = 2_000_000
 
 Encode = Callable[[str], np.ndarray]
 
 
 class Task(NamedTuple):
-    choose: Callable[[np.random.Generator], Builder]  # draws a theme and its wording
-    line: Pattern[str]  # matches lines that could be read as facts
+    choose: Callable[[np.random.Generator], Builder]  # draw a theme and its wording
+    line: Pattern[str]  # match lines that could be read as facts
 
 
 TASKS: dict[str, Task] = {
@@ -92,7 +92,7 @@ class SyntheticSource(GeneratedSource):
         prose = load_prose(self.read_prose(units)) if self.prose is not None else []
         for index in part:
             name = plan.tasks[index]
-            # Fitting the length needs the tokens, so the document keeps them.
+            # Fitting the length requires tokenization, so the document keeps its tokens.
             text, tokens = generate_document(
                 name, int(plan.lengths[index]), lambda text: encoder.encode([text])[0], prose, seed, index
             )
@@ -120,7 +120,7 @@ class Generated(NamedTuple):
 
 
 def plan_documents(source: SyntheticSource, seed: int) -> Plan:
-    """Plan documents, their lengths log-uniform, until `source.tokens` are expected."""
+    """Plan documents of log-uniform length until their expected total is `source.tokens`."""
     names = list(source.tasks)
     shares = np.array([source.tasks[name] for name in source.tasks])
     shortest, longest = source.length
@@ -139,14 +139,14 @@ def plan_documents(source: SyntheticSource, seed: int) -> Plan:
 
 
 def split_plan(plan: Plan) -> list[range]:
-    """Divide a plan into consecutive documents of about `PART_TOKENS` together."""
+    """Divide a plan into runs of documents with about `PART_TOKENS` in total."""
     parts = (np.cumsum(plan.lengths) - plan.lengths) // PART_TOKENS
     starts = [0, *(np.flatnonzero(np.diff(parts)) + 1).tolist(), len(parts)]
     return [range(start, stop) for start, stop in pairwise(starts)]
 
 
 def generate_document(task: str, length: int, encode: Encode, prose: Sequence[str], seed: int, index: int) -> Generated:
-    """Generate one document of at most `length` tokens and not much less."""
+    """Generate one document of at most `length` tokens, and little less."""
     style = rng_for(seed, "synthetic", index, "style")
     layout = draw_layout(style, with_prose=bool(prose))
     build = TASKS[task].choose(style)
@@ -159,7 +159,7 @@ def generate_document(task: str, length: int, encode: Encode, prose: Sequence[st
         text, context = attempt(0, max(PROBE_ABOVE * CHARS_PER_TOKEN, PROBE_SHARE * chars))
         chars = AIM * length * context / len(encode(text[:context]))
     best: Generated | None = None
-    tried: dict[bool, tuple[float, int]] = {}  # the last attempt that was too long (True), and the last that was not
+    tried: dict[bool, tuple[float, int]] = {}  # last attempt that was too long (True), and last that was not
     for number in range(1, MOST_ATTEMPTS + 1):
         text, _ = attempt(number, chars)
         tokens = encode(text)
@@ -171,14 +171,14 @@ def generate_document(task: str, length: int, encode: Encode, prose: Sequence[st
         chars = _next_size(chars, len(tokens), AIM * length, tried)
     if best is None:
         raise DataError(
-            f"synthetic: no document of the task {task} is as short as {format_size(length)} tokens with this "
+            f"synthetic: task {task} cannot make a document as short as {format_size(length)} tokens with this "
             "tokenizer; raise the shortest length."
         )
     return best
 
 
 def _next_size(chars: float, num_tokens: int, wanted: float, tried: dict[bool, tuple[float, int]]) -> float:
-    """Characters to try next: in proportion, or between an attempt that was too long and one that was not."""
+    """Return the characters to try next: in proportion, or between a too long attempt and one that was not."""
     if len(tried) == 2:
         (less, fewer), (more, many) = tried[False], tried[True]
         between = less + (more - less) * (wanted - fewer) / (many - fewer)
@@ -188,7 +188,7 @@ def _next_size(chars: float, num_tokens: int, wanted: float, tried: dict[bool, t
 
 
 def load_prose(texts: Iterable[str]) -> list[str]:
-    """Collect sentences to put between facts; none of them could be read as a question or a fact."""
+    """Collect sentences to put between facts; none of them looks like a question or a fact."""
 
     def is_plain(sentence: str) -> bool:
         return not QUESTION_START.match(sentence) and not any(task.line.match(sentence) for task in TASKS.values())

@@ -1,7 +1,7 @@
-"""Multi-hop reasoning: scattered facts that lead from one thing to the next, and questions that follow several.
+"""Multi-hop reasoning: scattered facts that each link two things, and questions that follow several links.
 
-Who reports to whom, which box holds the key to which, which town comes after which, which variable equals which. A
-thing leads to at most one thing, and at most one leads to it, so there is one right answer.
+Topics: who reports to whom, which box holds the key to which, which town follows which, which variable equals which.
+Each thing has at most one link to and one from another thing, so there is one right answer.
 """
 
 from collections.abc import Iterator
@@ -37,7 +37,7 @@ class Theme(NamedTuple):
     nested: str = ""
     back: tuple[str, ...] = ()
     distance: tuple[str, ...] = ()
-    value: tuple[str, ...] = ()  # chains end in a number, and this asks for it
+    value: tuple[str, ...] = ()  # questions for the number at the end of a chain
 
 
 THEMES = {
@@ -138,7 +138,7 @@ def _build(name: str, opening: str, rng: np.random.Generator, num: int) -> Draft
 
 
 def _chain_lens(rng: np.random.Generator, num: int) -> list[int]:
-    """Lengths of chains that have `num` links together; the last one may be longer than the others."""
+    """Draw lengths of chains with `num` links in total; the last chain may be longer than the others."""
     lens = rng.integers(CHAIN[0], CHAIN[1] + 1, size=num // (CHAIN[0] - 1) + 1)
     count = int(np.searchsorted(np.cumsum(lens - 1), num, side="right"))
     kept: list[int] = lens[: max(1, count)].tolist()

@@ -1,7 +1,7 @@
-"""Similarity retrieval: many entries, and a query that is close to one of them in a way that can be counted.
+"""Similarity retrieval: many entries, and a query that is closest to one of them by a countable measure.
 
-Notes that share words with the query, records that agree with it in all fields but one, codes that differ from it in
-few letters. Exactly one entry is closest, and there are near misses.
+Notes share words with the query, records differ from it in one field, codes differ from it in few letters. Exactly one
+entry is closest, and others are nearly as close.
 """
 
 from collections.abc import Iterator
@@ -12,8 +12,8 @@ import numpy as np
 from unspool.data.sources.synthetic.draft import Builder, Draft, Question, lines_like, numbers, pick, shuffled_words
 
 NOTE_WORDS = 8
-CHANGED_WORDS = (1, 3)  # of a query
-FAMILY = 3  # entries that share words with each other
+CHANGED_WORDS = (1, 3)  # words of a query
+FAMILY = 3  # number of entries that share words
 FIELDS = ("owner", "town", "colour", "tool", "fruit")
 CODE_LETTERS = "ABCDEFGH"
 CODE_LEN = 10

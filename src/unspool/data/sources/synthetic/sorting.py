@@ -1,8 +1,8 @@
 """Sorting: a list in random order, and questions about positions in a stated order.
 
-Numbers, words, dates or names with scores. Questions ask for the first few entries, the entry at a position, the
-position of an entry, and in some documents the whole list. Entries differ, and every order says how ties are broken,
-so there is one right answer.
+The list has numbers, words, dates or names with scores. Questions ask for the first few entries, the entry at a
+position, the position of an entry, and in some documents the whole list. Entries differ, and every order states how to
+break ties, so there is one right answer.
 """
 
 import re
@@ -143,7 +143,7 @@ def _questions(
         chosen = pick(rng, list(orders))
         if chosen not in sorted_by:
             key, down = orders[chosen]
-            # Both keys as ranks, so that one can be reversed without its ties.
+            # Both keys as ranks, so that one of them can be reversed without changing its ties.
             rank = np.unique(keys[key](), return_inverse=True)[1]
             sorted_by[chosen] = np.lexsort((tie, -rank if down else rank))
         order = sorted_by[chosen]

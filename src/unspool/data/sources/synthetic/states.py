@@ -1,8 +1,8 @@
-"""State tracking: numbered steps that change things, and questions about the state at the end or after some step.
+"""State tracking: numbered steps that change things, and questions about the state at the end or after a step.
 
-People who walk between rooms, things moved between boxes, doors opened, closed and locked, counters that are set,
-raised and lowered. A step always changes the state it names. Which things are asked about does not tell where in the
-document their last change is: it is equally likely to be anywhere.
+People walk between rooms, things move between boxes, doors are opened, closed and locked, counters are set, raised and
+lowered. A step always changes the state that it names. The last change of a thing in question is equally likely
+anywhere in the document.
 """
 
 from collections.abc import Iterator
@@ -23,9 +23,9 @@ from unspool.data.sources.synthetic.draft import (
     shuffled_words,
 )
 
-# Mean steps per thing; with more, hardly any thing would have its last change early.
+# Mean steps per thing; with more, hardly any thing would have an early last change.
 STEPS_EACH = 2
-# Questions ask to list all things in one state only up to this many.
+# Questions for a list of all things in one state have at most this many.
 MOST_LISTED = 6
 
 PREFIXES = ("Step {step}: ", "{step}) ", "[{step}] ", "After step {last}, step {step}: ", "#{step} ")
@@ -40,7 +40,7 @@ OPENINGS = (
 
 
 class Theme(NamedTuple):
-    states: int  # how many there are to choose from; 0: those of `FIXED`
+    states: int  # number of states to choose from; 0: those of `FIXED`
     facts: tuple[str, ...]
     final: tuple[str, ...]
     after: tuple[str, ...]
@@ -114,7 +114,7 @@ def choose(style: np.random.Generator) -> Builder:
 
 
 class Log(NamedTuple):
-    """Which thing changed in each step, and its state afterwards."""
+    """The thing that changes in each step, and its state after the step."""
 
     things: list[str]
     who: np.ndarray
@@ -124,7 +124,7 @@ class Log(NamedTuple):
 def _moves(name: str, kinds: list[str], prefix: str, opening: str, rng: np.random.Generator, num: int) -> Draft:
     theme = MOVES[name]
     who, things = _who(name, rng, num)
-    # Never 0 between two steps of a thing, so that every step changes something.
+    # Never 0 between two steps of the same thing, so that every step changes something.
     shifts = np.empty(num, dtype=np.int64)
     shifts[np.argsort(who, kind="stable")] = np.cumsum(rng.integers(1, len(kinds), size=num))
     states = [kinds[at] for at in (shifts % len(kinds)).tolist()]
@@ -157,7 +157,7 @@ def _counters(prefix: str, opening: str, rng: np.random.Generator, num: int) -> 
 
 
 def _who(name: str, rng: np.random.Generator, num: int) -> tuple[np.ndarray, list[str]]:
-    """Draw which thing changes in each step, and the names of the things."""
+    """Draw the thing that changes in each step, and the names of the things."""
     count = max(3, num // STEPS_EACH)
     make = names if name == "people" else labels
     return rng.integers(count, size=num), make(rng, count)
@@ -187,7 +187,7 @@ def _counter_questions(log: Log, rng: np.random.Generator) -> Iterator[Question]
 def _single_questions(
     log: Log, final: tuple[str, ...], after: tuple[str, ...], times: tuple[str, ...], rng: np.random.Generator
 ) -> Iterator[Question]:
-    """Yield questions about one thing: its state at the end or after a step, or how often it changed."""
+    """Yield questions about one thing: its state at the end or after a step, or its number of changes."""
     things, steps = _last_steps(log.who)
     by_step = np.argsort(steps)
     things, steps = things[by_step], steps[by_step]
@@ -196,13 +196,13 @@ def _single_questions(
     while True:
         form = rng.random()
         if form < 0.5:
-            # Drawn by step, not by thing, because most things change again late.
+            # Drawn by step instead of by thing, because most things change again late.
             near = int(np.abs(steps - rng.integers(num)).argmin())
             thing = log.things[things[near]]
             yield Question(pick(rng, final).format(thing=thing), log.states[steps[near]])
         elif form < 0.9:
             at = int(rng.integers(num))
-            # This change holds until the next change of the same thing, or the end.
+            # This state holds until the next change of the same thing, or the end.
             later = np.flatnonzero(log.who[at + 1 :] == log.who[at])
             until = at + 1 + int(later[0]) if len(later) else num
             asked = int(rng.integers(at, until)) + 1
@@ -214,6 +214,6 @@ def _single_questions(
 
 
 def _last_steps(who: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The things that change, and the last step of each."""
+    """Return the things that change, and the last step of each."""
     things, from_end = np.unique(who[::-1], return_index=True)
     return things, len(who) - 1 - from_end

@@ -1,4 +1,4 @@
-"""Untie the Knots: split documents into chunks, scatter the chunks over the row, ask for the way back."""
+"""Untie the Knots: split documents into chunks, scatter them over the row, train to restore the order."""
 
 import copy
 from typing import TYPE_CHECKING, ClassVar, Literal
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from unspool.data.packing.config import DatasetConfig
 
 
-MOST_HOPS = 8  # every cut has knots of its own
+MOST_HOPS = 8  # every cut has its own knots
 
 
 class UtK(StrategyConfig):
-    """Untie the Knots: split documents, scatter the chunks over the row, trace them back.
+    """Untie the Knots: split documents, scatter the chunks over the row, restore their order.
 
     Example:
         >>> import unspool
@@ -72,12 +72,12 @@ class UtK(StrategyConfig):
     @classmethod
     def _hops(cls, hops: dict[int, float]) -> dict[int, float]:
         if not hops or any(not 2 <= count <= 8 or share < 0 for count, share in hops.items()) or not sum(hops.values()):
-            raise ValueError("hops needs counts of 2 to 8 with positive shares, such as {2: 0.5, 3: 0.5}")
+            raise ValueError("hops must map counts of 2 to 8 to positive shares, such as {2: 0.5, 3: 0.5}")
         return hops
 
     def check(self, dataset: "DatasetConfig") -> None:
         if dataset.seq_len < 4 * self.min_split:
-            raise ValueError(f"utk.min_split needs at most a quarter of seq_len, here {dataset.seq_len // 4}")
+            raise ValueError(f"utk.min_split must be at most a quarter of seq_len, here {dataset.seq_len // 4}")
 
     def summary(self) -> str:
         return "tangled"
@@ -88,7 +88,7 @@ class UtK(StrategyConfig):
 
     @property
     def most_hops(self) -> int:
-        """Chunks per document, at most."""
+        """Return the maximum number of chunks per document."""
         return MOST_HOPS if self.chunk else max(self.hops)
 
     @property
@@ -98,7 +98,7 @@ class UtK(StrategyConfig):
     def build(self, dataset: "DatasetConfig", inputs: PackingInputs) -> RowBuilder:
         from unspool.data.strategies.utk.tangle import build_tangler
 
-        # A copy: the caller's tokenizer belongs to a model that may never see a tangled row.
+        # Copy the tokenizer: the caller's belongs to a model that may never see a tangled row.
         tokenizer = copy.deepcopy(inputs.tokenizer)
         rng = rng_for(inputs.seed, "tangle", inputs.name)
         tangler = build_tangler(self, tokenizer, rng, keep_rest=dataset.packing == "concat")

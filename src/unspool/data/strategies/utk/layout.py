@@ -1,7 +1,7 @@
-"""Plan tangled rows from document lengths alone: which chunk of which document goes where.
+"""Plan tangled rows from document lengths alone: the place of each chunk.
 
-Rows have exactly `row_len` tokens, special tokens included. What a row holds depends on the seed and on the documents
-up to its last one, not on how many documents were planned together.
+Rows have exactly `row_len` tokens, including special tokens. The content of a row depends on the seed and on the
+documents up to its last one, not on how many documents were planned together.
 """
 
 from bisect import bisect_right
@@ -16,13 +16,13 @@ from unspool.data.strategies.utk.special_tokens import LabelPool
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """What was drawn for documents, or for the rests of cut ones, one entry each."""
+    """Random choices for documents, or for the rests of cut documents, one entry each."""
 
-    hops: np.ndarray  # int64[n], pieces; 1: stays whole
-    marks: np.ndarray  # int64[n], tokens that splitting it adds
-    points: np.ndarray  # float64[n, most hops - 1], where to split
-    labels: np.ndarray  # int64[n, most hops], numbers in the label pool, as many as hops
-    draws: np.ndarray  # float64[n], below `probability`: split
+    hops: np.ndarray  # int64[n], number of pieces; 1: stays whole
+    marks: np.ndarray  # int64[n], tokens that the split adds
+    points: np.ndarray  # float64[n, most hops - 1], split points, as draws below 1
+    labels: np.ndarray  # int64[n, most hops], numbers in the label pool, one per piece
+    draws: np.ndarray  # float64[n], split if below `probability`
 
     def __len__(self) -> int:
         return len(self.hops)
@@ -37,7 +37,7 @@ class Choices:
 
 
 class Chooser:
-    """Draws `Choices`, always as many numbers for an entry, so that entries do not depend on those before."""
+    """Draw `Choices`, with the same number of draws per entry, so that entries do not depend on earlier ones."""
 
     def __init__(self, config: UtK, pool: LabelPool, rng: np.random.Generator) -> None:
         self._config, self._pool, self._rng = config, pool, rng
@@ -46,7 +46,7 @@ class Chooser:
         self._shares = np.cumsum(list(config.hops.values())) / sum(config.hops.values())
 
     def choose(self, count: int, lens: np.ndarray | None = None) -> Choices:
-        """With `lens`, documents that are too short to be split are not."""
+        """Draw choices; with `lens`, do not split documents that are too short."""
         config = self._config
         draws, kind, *points = self._rng.random((count, 1 + self._most)).T
         if config.chunk is None:
@@ -54,7 +54,7 @@ class Chooser:
         elif lens is not None:
             hops = np.minimum(-(-lens // config.chunk), self._most)
         else:
-            hops = np.ones(count, dtype=np.int64)  # the rest of a cut document, whose length is not known yet
+            hops = np.ones(count, dtype=np.int64)  # the rest of a cut document, of unknown length
         if config.per == "document":
             hops = np.where(draws < config.probability, hops, 1)
         if lens is not None:
@@ -72,18 +72,18 @@ class Chooser:
 
 @dataclass(frozen=True, slots=True)
 class Units:
-    """Stretches of documents that rows hold, row by row, in the order of the documents; int64 but for `is_cut`."""
+    """Stretches of documents in rows, row by row, in the order of the documents; int64 except `is_cut`."""
 
     rows: np.ndarray
     docs: np.ndarray
-    starts: np.ndarray  # in the document
+    starts: np.ndarray  # offset in the document
     lens: np.ndarray
     hops: np.ndarray
-    entries: np.ndarray  # in the choices: among those of the documents and, after them, those of the rows
-    is_cut: np.ndarray  # bool: the row ended before the document did
-    next_docs: np.ndarray  # of each row: where the next row begins, a document and
-    next_starts: np.ndarray  # a place in it
-    dropped: np.ndarray  # of each row: tokens of its cut document that are in no row
+    entries: np.ndarray  # index in the choices of the documents, followed by those of the rows
+    is_cut: np.ndarray  # bool: the row ends before the document
+    next_docs: np.ndarray  # per row: the document in which the next row begins
+    next_starts: np.ndarray  # the offset in that document
+    dropped: np.ndarray  # per row: tokens of its cut document that are in no row
 
     @property
     def num_rows(self) -> int:
@@ -93,10 +93,10 @@ class Units:
 def fill_rows(
     config: UtK, row_len: int, lens: np.ndarray, docs: Choices, rows: Choices, *, begin: int, keep_rest: bool
 ) -> Units:
-    """All rows that documents of these lengths fill; of the first one, `begin` tokens are in earlier rows.
+    """Plan all rows that documents of these lengths fill; `begin` tokens of the first are in earlier rows.
 
-    `rows` is what was drawn for the rests at rows' beginnings, and for rows. `keep_rest`: the rest of a cut document
-    begins the next row, or is dropped.
+    `rows` are the choices for the rests at the beginning of rows, and for rows. `keep_rest`: the rest of a cut document
+    begins the next row; otherwise it is dropped.
     """
     splits = np.ones(len(rows), dtype=bool) if config.per == "document" else rows.draws < config.probability
     filling = _Filling(config, row_len, lens, docs, rows)
@@ -115,24 +115,24 @@ def fill_rows(
 
 
 class _Filling:
-    """Rows that are being filled: their documents, and what becomes of those at rows' beginnings and ends."""
+    """Rows that are being filled: their documents, and the cuts at their beginnings and ends."""
 
     def __init__(self, config: UtK, row_len: int, lens: np.ndarray, docs: Choices, rows: Choices) -> None:
         self._row_len, self._min_split = row_len, config.min_split
         self._docs, self._doc_lens = docs, lens
-        # As lists: they are looked at one by one.
+        # As lists, because they are read one by one.
         self._lens: list[int] = lens.tolist()
         self._hops: list[int] = np.concatenate([docs.hops, rows.hops]).tolist()
         self._marks: list[int] = np.concatenate([docs.marks, rows.marks]).tolist()
-        # Where documents would end if they followed one another whole: in rows without splits, and with.
+        # The ends of documents if they followed one another without cuts, in rows without splits and with splits.
         self._ends = [[0, *np.cumsum(cost).tolist()] for cost in (lens, lens + docs.marks)]
         self._taken: list[int] = []  # documents
-        self._special: list[tuple[int, ...]] = []  # which of those, start, length, hops, entry in choices, is_cut
-        self._row_ends = [0]  # in `_taken`
-        self.next_rows: list[tuple[int, int, int]] = []  # where they begin, and what was dropped before
+        self._special: list[tuple[int, ...]] = []  # index in `_taken`, start, length, hops, entry in choices, is_cut
+        self._row_ends = [0]  # indices in `_taken`
+        self.next_rows: list[tuple[int, int, int]] = []  # where they begin, and the tokens dropped before
 
     def row(self, doc: int, start: int, entry: int, is_split: bool) -> tuple[int, int] | None:
-        """Fill a row from a place in a document on; where it ends, or None if there are too few documents."""
+        """Fill a row from an offset in a document; return where it ends, or None if there are too few documents."""
         taken: list[int] = []
         special: list[tuple[int, ...]] = []
         room, ends = self._row_len, self._ends[is_split]
@@ -158,7 +158,7 @@ class _Filling:
         return doc, start
 
     def _squeeze(self, size: int, entry: int, room: int, is_split: bool) -> tuple[int, int, int]:
-        """How much of a document enters a row's last `room` tokens, in how many pieces, and what that costs."""
+        """Fit a document into a row's last `room` tokens: return its tokens, its pieces, and the space it takes."""
         hops = self._hops[entry] if is_split else 1
         if size < max(self._min_split, hops):
             hops = 1
@@ -167,7 +167,7 @@ class _Filling:
             return size, hops, size + marks
         if size <= room:
             return size, 1, size
-        # Cut: the knots come out of the text's room, and there are neither labels nor solution.
+        # Cut: the knots take space from the text, and there are neither labels nor a solution.
         size = room - 2 * (hops - 1)
         if size < max(self._min_split, hops):
             return room, 1, room
@@ -189,11 +189,11 @@ class _Filling:
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """Pieces in the order in which they stand in the rows, all arrays int64 but for `is_last`."""
+    """Pieces in row order; all arrays int64 except `is_last`."""
 
     units: np.ndarray
-    parts: np.ndarray  # which piece of its unit, from 0
-    starts: np.ndarray  # in the document
+    parts: np.ndarray  # index of the piece in its unit
+    starts: np.ndarray  # offset in the document
     lens: np.ndarray
     is_last: np.ndarray  # bool: no piece of its unit comes later in the row
 
@@ -214,7 +214,7 @@ def scatter(units: Units, points: np.ndarray, config: UtK, rng: np.random.Genera
     starts, stops = bounds[owner, parts], bounds[owner, parts + 1]
 
     places = rng.random(len(owner))
-    # What the row's end cuts off stays there: its last piece.
+    # A piece that the row's end cuts off stays last in the row.
     places[(firsts + units.hops - 1)[units.is_cut]] = 1.5
     if config.preserve_order:
         places = places[np.argsort(2 * owner + places, kind="stable")]

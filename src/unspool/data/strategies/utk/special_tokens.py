@@ -2,11 +2,11 @@
 
 A tokenizer keeps the knots it has. Missing ones replace reserved entries if there are enough for `MOST_HOPS`, such as
 Llama's <|reserved_special_token_N|> or Gemma's <unusedN>: the entries are renamed and the embedding keeps its size.
-Else they are added at the end. Reserved entries in use (EOS, a chat template) are left alone; of the others, those with
-the highest numbers are taken first, because publishers give new roles to the lowest.
+Otherwise they are appended. Reserved entries in use (EOS, a chat template) are not touched. Of the others, those with
+the highest numbers are used first, because publishers give new roles to the lowest.
 
-The id of a knot depends on the tokenizer alone, so datasets of one model agree. A saved tokenizer has the same knots
-when it is loaded again. Knots are special tokens: text that spells one is not parsed into it.
+The id of a knot depends only on the tokenizer, so datasets for one model agree. A saved tokenizer has the same knots
+after loading. Knots are special tokens: text that spells a knot is not parsed as one.
 """
 
 import json
@@ -35,7 +35,7 @@ _ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_
 
 
 def knot_names(hops: int) -> tuple[str, ...]:
-    """The knots that documents in up to `hops` pieces need, in a fixed order; never fewer than for three."""
+    """Return the knots for documents in up to `hops` pieces, in a fixed order; at least those for three."""
     return ALL_KNOTS[: 5 + 2 * (max(hops, 3) - 1)]
 
 
@@ -43,12 +43,12 @@ KNOTS = knot_names(3)
 
 
 def knot_ids(tokenizer: Any, hops: int = 3) -> dict[str, int]:
-    """The ids of the knots in `tokenizer`, which gets those that it lacks; give it a copy if that matters."""
+    """Return the ids of the knots; add missing ones to `tokenizer` in place."""
     return add_knots(tokenizer, knot_names(hops))
 
 
 def add_knots(tokenizer: Any, names: Sequence[str]) -> dict[str, int]:
-    """Like `knot_ids`, for the knots named."""
+    """Like `knot_ids`, for the given names."""
     vocabulary = tokenizer.get_vocab()
     missing = [name for name in ALL_KNOTS if name not in vocabulary]
     spare = spare_ids(tokenizer) if set(names) & set(missing) else []
@@ -56,14 +56,14 @@ def add_knots(tokenizer: Any, names: Sequence[str]) -> dict[str, int]:
         places = dict(zip(missing, spare, strict=False))
         _rename(tokenizer, {places[name]: name for name in names if name in places})
     else:
-        # Special, so that a document that spells a knot is not parsed into one.
+        # Special, so that text that spells a knot is not parsed as one.
         added = [AddedToken(name, special=True, normalized=False) for name in names if name in missing]
         tokenizer.add_tokens(added, special_tokens=True)
     return {name: int(tokenizer.convert_tokens_to_ids(name)) for name in names}
 
 
 def spare_ids(tokenizer: Any) -> list[int]:
-    """The ids of reserved entries that nothing uses, the highest number first."""
+    """Return the ids of unused reserved entries, the highest number first."""
     post_processor = tokenizer.backend_tokenizer.post_processor
     dressing = post_processor.__getstate__().decode() if post_processor else ""
     used = json.dumps(tokenizer.chat_template, ensure_ascii=False) + dressing
@@ -77,12 +77,12 @@ def spare_ids(tokenizer: Any) -> list[int]:
 
 
 def trained_ids(tokenizer: Any) -> np.ndarray:
-    """The ids that text or chat may have trained, sorted: the vocabulary without its spare entries."""
+    """Return the sorted ids that text or chat may have trained: the vocabulary without its unused entries."""
     return np.setdiff1d(list(tokenizer.get_vocab().values()), spare_ids(tokenizer))
 
 
 def _rename(tokenizer: Any, names: dict[int, str]) -> None:
-    """Give entries of the vocabulary other names and make them special."""
+    """Rename entries of the vocabulary and make them special."""
     if not names:
         return
     definition = json.loads(tokenizer.backend_tokenizer.to_str())
@@ -100,7 +100,7 @@ def _rename(tokenizer: Any, names: dict[int, str]) -> None:
     backend = Tokenizer.from_str(json.dumps(definition, ensure_ascii=False))
     backend.encode_special_tokens = tokenizer.backend_tokenizer.encode_special_tokens
     tokenizer._tokenizer = backend
-    # A list of special tokens beside tokenizer.json would bring the old names back on loading, as new tokens.
+    # A separate list of special tokens, besides tokenizer.json, would restore the old names on loading, as new tokens.
     extra = [str(token) for token in tokenizer._extra_special_tokens]
     tokenizer._extra_special_tokens = [old_names.get(token, token) for token in extra]
 
@@ -116,7 +116,7 @@ DrawLabels = Callable[[int, np.random.Generator], Sequence[np.ndarray]]
 
 
 def label_drawer(encoder: Encoder) -> DrawLabels:
-    """What draws the asked number of labels, tokenized."""
+    """Return a function that draws the requested number of labels, tokenized."""
 
     def draw(count: int, rng: np.random.Generator) -> list[np.ndarray]:
         drawn = _ALPHABET[rng.integers(len(_ALPHABET), size=(count, LABEL_CHARS))]
@@ -126,7 +126,7 @@ def label_drawer(encoder: Encoder) -> DrawLabels:
 
 
 class LabelPool:
-    """An endless stream of labels, given by their numbers; `tokens` and `starts` hold what the numbers mean."""
+    """An endless stream of numbered labels; `tokens` and `starts` hold their tokens."""
 
     def __init__(self, draw: DrawLabels, half: int, rng: np.random.Generator) -> None:
         self._draw, self._rng = draw, rng
@@ -137,14 +137,14 @@ class LabelPool:
         self.starts = np.zeros(1, dtype=np.int64)  # label i is tokens[starts[i] : starts[i + 1]]
 
     def take(self, count: int) -> np.ndarray:
-        """The next labels."""
+        """Return the next labels."""
         while len(self._next) < count:
             self._next = np.concatenate([self._next, self._more()])
         taken, self._next = np.split(self._next, [count])
         return taken
 
     def __len__(self) -> int:
-        """How many labels are known so far."""
+        """Number of labels drawn so far."""
         return len(self.starts) - 1
 
     def lens(self, labels: np.ndarray) -> np.ndarray:
@@ -159,7 +159,7 @@ class LabelPool:
             ends = self.starts[-1] + np.cumsum([len(label) for label in fresh])
             self.starts = np.concatenate([self.starts, ends])
             return np.arange(known, known + _AT_ONCE)
-        # The two halves take turns, so that a label is not seen again before as many others.
+        # The two halves alternate, so that a label repeats only after at least half a pool of others.
         begin = self._half * (self._passes % 2)
         self._passes += 1
         return begin + self._rng.permutation(self._half)

@@ -1,25 +1,25 @@
-"""Untie the Knots: split documents into chunks, scatter the chunks over the row, ask for the way back.
+"""Untie the Knots: split documents into chunks, scatter them over the row, train to restore the order.
 
-A document is split, with `probability`, into 2 to 8 chunks (`hops`), at random points or into equal parts. With
-`per: row`, rows are drawn instead: in some all documents are split, in the others none. A chunk of a split document is
+A document is split, with `probability`, into 2 to 8 chunks (`hops`), at random points or into equal parts. With `per:
+row`, the draw is per row: in some rows all documents are split, in the others none. A chunk of a split document is
 
     <D> label </D>  <head knot>  text  <tail knot>
 
 without head knot if it is the first chunk and without tail knot if it is the last. Knots are named by the cut (t1 … h1,
-t2 … h2) and shared by all documents. After the chunk that lands last in the row, and after its EOS if it has one,
-follows the solution: <S> label <s> label … </S>, labels in original order. Chunks are shuffled over the row and, with
+t2 … h2) and shared by all documents. The solution follows the chunk that is last in the row, after its EOS if it has
+one: <S> label <s> label … </S>, with labels in original order. Chunks are shuffled over the row and, with
 `preserve_order`, sorted within each document.
 
-The last document is cut where the row ends: it may be split, but gets neither labels nor solution, and its last chunk
-stays at the row's end. A document that would fit only without special tokens is not split. Without `backtrace` no
-document gets labels.
+The last document is cut at the end of the row. It may be split, but gets neither labels nor solution, and its last
+chunk stays at the end of the row. A document that would fit only without special tokens is not split. Without
+`backtrace`, no document gets labels.
 
 The loss mask, over target tokens, excludes the special tokens before a chunk's text, the first token of the text, tail
 knots and <S>. Labels in the solution, <s> and </S> are trained on. For documents with EOS this equals the rules of the
-paper, and it also holds for documents without EOS (cut by `longest`).
+paper; it also covers documents without EOS (cut by `longest`).
 
-The same seed gives the same bytes. Two differences from the public code: the solution of the last document is right
-(there it mixes indices within the document and within the row), and no solution is cut off by the row's end.
+The same seed gives the same bytes. There are two differences from the public code. The solution of the last document is
+right; theirs mixes indices within the document and within the row. And no solution is cut off at the end of the row.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -37,14 +37,14 @@ from unspool.data.strategies.utk.special_tokens import DrawLabels, LabelPool, kn
 from unspool.data.strategies.utk.write import Written, gather_labels, write
 from unspool.data.tokenize.encoder import build_encoder
 
-# Labels that differ before one comes again, at least: of documents, and of rests, of which a row has one.
+# Minimum number of different labels before one repeats: for documents, and for rests, of which a row has one.
 _LABELS, _REST_LABELS = 8192, 1024
 
 
 def untangle(
     tokens: np.ndarray, doc_lens: np.ndarray, chunk_ids: np.ndarray | None, knots: Mapping[str, int]
 ) -> list[np.ndarray]:
-    """The documents of a row without marks, put together again, as far as the row holds them."""
+    """Reassemble the documents of a row, without marks, as far as the row holds them."""
     opening, closing, solution, _, _, *cuts = knots.values()
     heads, tails = cuts[0::2], cuts[1::2]
     starts = np.cumsum(doc_lens) - doc_lens
@@ -67,20 +67,21 @@ def untangle(
 
 @dataclass
 class Tangler:
-    """Packs a stream of documents into tangled rows; `pack` is a `Packer` (pack.py)."""
+    """Pack a stream of documents into tangled rows; `pack` is a `Packer` (pack.py)."""
 
     config: UtK
     knots: dict[str, int]  # in the order of their names in knots.py
     draw_labels: DrawLabels
     rng: np.random.Generator
-    keep_rest: bool  # of a cut document, as the first document of the next row
-    # Tokens in which `mask: paper` and `mask: released` differ, in the rows so far.
+    keep_rest: bool  # the rest of a cut document begins the next row
+    # Number of tokens so far in which `mask: paper` and `mask: released` differ.
     counts: dict[str, int] = field(default_factory=lambda: {"masks_differ": 0})
 
     def pack(self, docs: Iterable[Doc], row_len: int, tally: Tally) -> RowStream:
         drawing = (doc for doc in docs if len(doc.tokens))
         doc_rng, row_rng, *label_rngs, place_rng = self.rng.spawn(5)
-        # No row may need more labels than come before one comes again, or two of its pieces could share one.
+        # A row may not need more labels than there are before one repeats; otherwise two of its pieces could share a
+        # label.
         most = self.config.most_hops
         half = max(_LABELS, most * (1 + row_len // max(self.config.min_split, most)))
         pools = (
@@ -129,18 +130,18 @@ class Tangler:
     def _account(
         self, tally: Tally, window: "_Window", units: Units, written: Written, row_len: int, num_rows: int
     ) -> None:
-        """Count what the first rows hold and leave out."""
+        """Count the tokens that the first rows hold and drop."""
         tally.added += num_rows * row_len - int(units.lens[units.rows < num_rows].sum())
         self.counts["masks_differ"] += int(np.count_nonzero(written.differing < num_rows * row_len))
         for row in np.flatnonzero(units.dropped[:num_rows]).tolist():
-            # Where a document was cut and its rest dropped, the next row begins with the one after it.
+            # If a document was cut and its rest dropped, the next row begins with the next document.
             tally.drop("cut", window.docs[int(units.next_docs[row]) - 1].source, int(units.dropped[row]))
 
 
 def build_tangler(
     config: UtK, tokenizer: PreTrainedTokenizerFast, rng: np.random.Generator, *, keep_rest: bool
 ) -> Tangler:
-    """Build the packer; `tokenizer` gets the special tokens that it lacks."""
+    """Build the packer; add missing special tokens to `tokenizer`."""
     knots = knot_ids(tokenizer, config.most_hops)
     draw_labels = label_drawer(build_encoder(tokenizer))
     return Tangler(config, knots, draw_labels, rng, keep_rest=keep_rest)
@@ -148,26 +149,26 @@ def build_tangler(
 
 @dataclass(frozen=True, slots=True)
 class _Window:
-    """Documents that are looked at together; of the first one a part may be in earlier rows already."""
+    """Documents that are planned together; earlier rows may already hold a part of the first one."""
 
     docs: list[Doc]
     lens: np.ndarray  # int64, of the documents
-    begin: int  # in the first document
-    choices: Choices  # of the documents
-    row_choices: Choices  # of what is left of a document when a row begins
+    begin: int  # offset in the first document
+    choices: Choices  # for the documents
+    row_choices: Choices  # for the rest of a document at the beginning of a row
 
     def extended(self, docs: list[Doc], choosers: tuple[Chooser, Chooser], row_len: int) -> "_Window":
         of_docs, of_rows = choosers
         more_lens = np.fromiter((len(doc.tokens) for doc in docs), dtype=np.int64, count=len(docs))
         lens = np.concatenate([self.lens, more_lens])
         choices = self.choices.extended(of_docs.choose(len(docs), more_lens))
-        # A guess: the marks of rests are not known yet.
+        # An estimate: the marks of rests are not known yet.
         num_rows = int(lens.sum() + choices.marks.sum()) // row_len + 2
         row_choices = self.row_choices.extended(of_rows.choose(max(0, num_rows - len(self.row_choices))))
         return _Window(self.docs + docs, lens, self.begin, choices, row_choices)
 
     def left(self, units: Units, num_rows: int) -> Iterator[tuple[Doc, int]]:
-        """The documents that the first rows do not use up, and how much of each they do use."""
+        """Yield the documents that the first rows do not use completely, and how much of each they use."""
         first, start = (
             (int(units.next_docs[num_rows - 1]), int(units.next_starts[num_rows - 1])) if num_rows else (0, self.begin)
         )
@@ -176,7 +177,7 @@ class _Window:
             start = 0
 
     def rest(self, units: Units) -> "_Window":
-        """What is left after all rows."""
+        """Return the window without the tokens of all rows."""
         if not units.num_rows:
             return self
         first, start = int(units.next_docs[-1]), int(units.next_starts[-1])
@@ -186,7 +187,7 @@ class _Window:
 
 
 def _draw(docs: Iterator[Doc], most_tokens: int) -> tuple[list[Doc], bool]:
-    """The next documents, and whether there are no more."""
+    """Draw the next documents; also return whether there are no more."""
     drawn: list[Doc] = []
     tokens = 0
     for doc in docs:

@@ -13,7 +13,7 @@ from unspool.data.strategies.utk.special_tokens import LabelPool
 
 @dataclass(frozen=True, slots=True)
 class Labels:
-    """The labels of units: `of_units[u, part]` is the number of one, whose tokens are tokens[starts[n]:][: lens[n]]."""
+    """The labels of units: `of_units[u, part]` is a label number n, with tokens[starts[n]:][: lens[n]]."""
 
     of_units: np.ndarray  # int64[units, most hops]
     is_used: np.ndarray  # bool[units]
@@ -25,7 +25,7 @@ class Labels:
 def gather_labels(
     units: Units, docs: Choices, rows: Choices, pools: tuple[LabelPool, LabelPool], *, backtrace: bool
 ) -> Labels:
-    """The labels that were drawn for documents and for rests at rows' beginnings, each from a pool of its own."""
+    """Gather the labels of documents and of rests at the beginning of rows, each from a separate pool."""
     of_docs, of_rows = pools
     numbers = np.concatenate([docs.labels, rows.labels + len(of_docs)])
     return Labels(
@@ -43,7 +43,7 @@ class Written:
     loss_mask: np.ndarray  # bool, over target tokens
     piece_lens: np.ndarray  # int32, with marks
     added: np.ndarray  # bool: the marks
-    differing: np.ndarray  # int64: tokens that only one of the two masks takes out
+    differing: np.ndarray  # int64: tokens that only one of the two masks excludes
 
 
 def write(
@@ -55,15 +55,15 @@ def write(
     masks: Sequence[np.ndarray] = (),
     mask: Literal["paper", "released"] = "paper",
 ) -> Written:
-    """`knots` are the ids of the knots in the order of their names; `masks` are of the documents, if they have any.
+    """Write pieces with marks. `knots` are the ids in the order of the names; `masks` are the documents', if any.
 
-    Knots, labels and <S> have no loss; the labels after <S> do. The released code also takes the loss off the first
-    token of text after a head knot or label, which it sees as the token after a masked one.
+    Knots, labels and <S> have no loss; the labels after <S> do. The released code also masks the first token of text
+    after a head knot or label, because it masks the token after a masked one.
     """
     room = _room(pieces, units, labels)
     marks = _marks(pieces, units, labels, room, knots)
 
-    # Marks and texts by turns: the marks after one text and those before the next are one stretch.
+    # Marks and texts alternate: the marks after one text and those before the next are one stretch.
     parts: list[np.ndarray] = [marks] * (2 * len(pieces) + 1)
     borders = [0, *room.afters.tolist(), len(marks)]
     parts[0::2] = [marks[start:stop] for start, stop in pairwise(borders)]
@@ -84,9 +84,9 @@ def write(
         loss[_ragged(text_begins, pieces.lens)] = np.concatenate(
             [masks[doc][start:stop] for doc, start, stop in places]
         )
-    # The first token of a piece, which nothing predicts, and all marks before its text.
+    # The first token of a piece is never predicted; all marks before its text have no loss.
     loss[_ragged(begins, np.maximum(before, 1))] = False
-    # What follows the text first, a tail knot or <S>, and <S> after a tail knot.
+    # The first token after the text, a tail knot or <S>, and <S> after a tail knot.
     text_ends = text_begins + pieces.lens
     loss[text_ends[after > 0]] = False
     loss[(text_ends + 1)[room.has_tail & room.has_solution]] = False
@@ -99,7 +99,7 @@ def write(
 
 @dataclass(frozen=True, slots=True)
 class _Room:
-    """How many marks stand around each piece's text."""
+    """Number of marks around each piece's text."""
 
     before: np.ndarray
     after: np.ndarray
@@ -108,12 +108,12 @@ class _Room:
 
     @property
     def ends(self) -> np.ndarray:
-        """Where the marks of each piece end, among all marks."""
+        """Return the end of each piece's marks, among all marks."""
         return np.cumsum(self.before + self.after)
 
     @property
     def afters(self) -> np.ndarray:
-        """Where those after its text begin."""
+        """Return the start of the marks after each piece's text."""
         afters: np.ndarray = self.ends - self.after
         return afters
 
@@ -131,7 +131,7 @@ def _room(pieces: Pieces, units: Units, labels: Labels) -> _Room:
 
 
 def _marks(pieces: Pieces, units: Units, labels: Labels, room: _Room, knots: Sequence[int]) -> np.ndarray:
-    """All marks end to end: of each piece those before its text, then those after it."""
+    """Concatenate all marks: for each piece, those before its text, then those after it."""
     label_open, label_close, solution_open, solution_next, solution_close, *cuts = knots
     heads, tails = np.array(cuts[0::2], dtype=np.uint32), np.array(cuts[1::2], dtype=np.uint32)
     afters = room.afters
@@ -170,6 +170,6 @@ def _write_labels(marks: np.ndarray, places: np.ndarray, numbers: np.ndarray, la
 
 
 def _ragged(starts: np.ndarray, lens: np.ndarray) -> np.ndarray:
-    """starts[0], starts[0] + 1, … lens[0] of them, then those from starts[1] on, and so forth."""
+    """Concatenate ranges: lens[0] numbers from starts[0], then lens[1] numbers from starts[1], and so on."""
     before = np.cumsum(lens) - lens
     return np.repeat(starts - before, lens) + np.arange(int(lens.sum()))

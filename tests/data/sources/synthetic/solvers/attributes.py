@@ -27,7 +27,7 @@ from .reading import (
 _ALL = {"marks": f"{WORD}(?: and {WORD})+", "other": WORD}
 _ANY = {"marks": f"{WORD}(?: or {WORD})+"}
 
-Marked = dict[str, tuple[set[str], int]]  # a thing's marks and where they stand
+Marked = dict[str, tuple[set[str], int]]  # a thing's marks and their positions
 
 
 def solve(text: str) -> list[Solution]:

@@ -18,7 +18,7 @@ _THINGS = {"staff": NAME, "roads": NAME, "boxes": LABEL, "variables": VARIABLE}
 
 
 class Ways(dict[str, tuple[str, int]]):
-    """From each thing to the next, and where the text says so."""
+    """The link from each thing to the next, and its position in the text."""
 
     def walk(self, start: str, hops: int) -> Solution:
         places = []

@@ -13,12 +13,12 @@ from unspool.data.sources.synthetic.draft import LABELS, QUESTION_START, to_patt
 
 
 class UnsolvableError(Exception):
-    """The text does not say enough, or says too much, for one right answer."""
+    """The text states too little, or too much, for one right answer."""
 
 
 class Solution(NamedTuple):
     answer: str
-    places: list[int]  # where in the text the facts stand that decide it
+    places: list[int]  # positions of the facts that decide it
 
 
 class Parts(NamedTuple):
@@ -45,13 +45,13 @@ def _compiled(wording: str, slots: tuple[tuple[str, str], ...]) -> re.Pattern[st
 
 
 def find_facts(context: str, wordings: Iterable[str], **slots: str) -> list[re.Match[str]]:
-    """All lines that say one of `wordings`, in the order of the text."""
+    """All lines that match one of `wordings`, in the order of the text."""
     found = [match for wording in wordings for match in _compiled(wording, tuple(slots.items())).finditer(context)]
     return sorted(found, key=lambda match: match.start())
 
 
 def read_question(question: str, wordings: Iterable[str], **slots: str) -> dict[str, str] | None:
-    """What stands in the slots, if the question is worded in one of these ways."""
+    """Return the content of the slots if the question matches one of the wordings."""
     for wording in wordings:
         match = _compiled(wording, tuple(slots.items())).fullmatch(question)
         if match:

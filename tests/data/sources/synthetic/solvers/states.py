@@ -1,4 +1,4 @@
-"""Solves state tracking backwards: from the moment asked about to the change that decided it."""
+"""Solves state tracking backwards: from the moment in question to the change that decides it."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
