@@ -88,7 +88,7 @@ class TextGenerator:
         """`live` is the backend of a model in memory."""
         if model.kind not in ("transformers", "openai"):
             raise ConfigError(f"`backend={model.kind!r}` does not generate readable text; use transformers or openai.")
-        self._model, self._options = model, options
+        self._model, self._options, self._live = model, options, live
         if model.kind == "openai" and model.endpoint is None:
             # All servers have these endpoints; not all accept token ids.
             model = replace(model, endpoint="chat" if self.uses_chat else "text")
