@@ -163,7 +163,7 @@ FILES: dict[str, tuple[Damage, str]] = {
     "shard above the folder": (change_index(move_out), "'../other.safetensors', outside of its folder"),
     "shard at an absolute path": (change_index(move_far), "outside of its folder"),
     "shard linked from outside": (change_index(link_out), "outside of its folder"),
-    "pickle in the index": (change_index(pickle_shard), "'pytorch_model.bin', and only .safetensors files are read"),
+    "pickle in the index": (change_index(pickle_shard), "'pytorch_model.bin', but only .safetensors files are read"),
     "shards exchanged in the index": (change_index(swap_shards), f"{INDEX} lists"),
     "a tensor in two shards": (change_index(repeat_tensor), "is stored both in"),
     "index is a list": (change_index(lambda folder, files: [files]), f"{INDEX} cannot be read"),

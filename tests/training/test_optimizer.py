@@ -133,7 +133,7 @@ def test_lr_for_trains_parts_at_their_own_rate_and_leaves_others_alone():
 
 
 @pytest.mark.parametrize(
-    ("lr_overrides", "says"), [({"q_prj": 1e-3}, "in no parameter's name"), ({".": 0}, "nothing is trained")]
+    ("lr_overrides", "says"), [({"q_prj": 1e-3}, "which no parameter name contains"), ({".": 0}, "nothing is trained")]
 )
 def test_an_lr_for_that_cannot_be_meant_is_refused(lr_overrides, says):
     with pytest.raises(ConfigError, match=says):
