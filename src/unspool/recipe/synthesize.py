@@ -80,7 +80,9 @@ def synthesize(
     """
     loaded = load_recipe(recipe, overrides)
     if not loaded.recipe.synth:
-        raise ConfigError(f"{recipe} has no `synth` section, so there is nothing to generate; see docs/synth.md.")
+        raise ConfigError(
+            f"{recipe} has no `synth` section, so there is nothing to generate; see docs/how-to/synthetic-data.md."
+        )
     from unspool.recipe.synthesis import Synthesis  # import late, since it loads torch: recipe errors appear at once
 
     with lock_run(loaded.recipe.out):
