@@ -7,7 +7,7 @@ FROM python:3.12-slim
 # --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cpu
 ARG TORCH_INDEX=https://pypi.org/simple
 
-# Triton compiles kernels with the C compiler when training starts. Debian removes old versions, so none is pinned.
+# Triton needs a C compiler to compile kernels when training starts. Debian removes old versions, so none is pinned.
 # hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install -y --no-install-recommends gcc libc6-dev \

@@ -248,9 +248,9 @@ def test_harpe_on_another_attention_is_refused():
         ),
         (
             lambda: unspool.evaluate("asset:tiny-base", budget="soon"),
-            "`budget` 'soon': write a time",
+            "`budget` 'soon' is not a duration",
             ("eval", "asset:tiny-base", "--budget", "soon"),
-            "--budget 'soon': write a time",
+            "--budget 'soon' is not a duration",
         ),
         (
             lambda: unspool.evaluate("asset:tiny-base", beyond_context="ask"),
@@ -266,9 +266,9 @@ def test_harpe_on_another_attention_is_refused():
         ),
         (
             lambda: unspool.generate("asset:tiny-base", "a " * 999),
-            "drop its middle with `beyond_context='truncate'`,",
+            "drop the middle of the text with `beyond_context='truncate'`,",
             ("generate", "asset:tiny-base", "--question", "a " * 999),
-            "drop its middle with --beyond-context truncate,",
+            "drop the middle of the text with --beyond-context truncate,",
         ),
         (
             lambda: unspool.plan("tiny", gpu="cpu", count=2),

@@ -136,5 +136,5 @@ def test_settings_that_no_suite_has_are_refused():
         unspool.evaluate("asset:tiny-base", "longppl", [512], sampels=3)
     with pytest.raises(ConfigError, match=r"longppl has no key 'min_gian'; did you mean 'min_gain'\?"):
         unspool.evaluate("asset:tiny-base", "longppl", [512], suite_settings={"min_gian": 1})
-    with pytest.raises(ConfigError, match="'samples' is an argument of its own"):
+    with pytest.raises(ConfigError, match="'samples' has its own argument"):
         unspool.evaluate("asset:tiny-base", "longppl", [512], suite_settings={"samples": 1})

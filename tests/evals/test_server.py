@@ -160,7 +160,7 @@ def test_a_server_that_never_answers_is_one_sentence(url, talk, trouble, message
 
 
 def test_a_missing_server_and_an_invalid_address(url):
-    with pytest.raises(UnspoolError, match="gave no answer in 1 attempt"):
+    with pytest.raises(UnspoolError, match="did not answer in 1 attempt"):
         request_json("http://127.0.0.1:9/v1", {}, parse=dict, retry=replace(QUICK, attempts=1))
     with pytest.raises(ConfigError, match="is not a valid URL"):
         request_json("localhost", {}, parse=dict, retry=QUICK)

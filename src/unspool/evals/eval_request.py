@@ -170,7 +170,7 @@ def chosen_evals(suites: Sequence[str], lengths: Sequence[Length], **options: An
     """Build entries of `evals` from options. Every suite gets the options that its config class has."""
     names, sizes = list(dict.fromkeys(suites)), parse_lengths(lengths)
     if not names or not sizes:
-        raise ConfigError("give at least one suite and one length, such as `suite='niah', lengths=['2K', '8K']`.")
+        raise ConfigError("pass at least one suite and one length, such as `suite='niah', lengths=['2K', '8K']`.")
     chosen = {name: lookup(SUITES, name, kind="`suite`") for name in names}
     with_tasks = [name for name, suite in chosen.items() if suite.tasks]
     if options.get("tasks") and len(with_tasks) != 1:
@@ -191,14 +191,14 @@ def chosen_evals(suites: Sequence[str], lengths: Sequence[Length], **options: An
 
 
 def _check_suite_settings(own: Mapping[str, Any], suites: Mapping[str, Suite]) -> None:
-    """Refuse keys that no suite has, and keys that have their own option."""
+    """Refuse keys that no suite has, and keys that have their own argument."""
     known = {key for suite in suites.values() for key in suite.config.model_fields}
     free = known - set(EvalSettings.__annotations__) - {"suite", "lengths", "length", "after"}
     for key in own:
         if key not in known:
             raise ConfigError(f"`suite_settings`: {' and '.join(suites)} has no key {key!r}{did_you_mean(key, free)}")
         if key not in free:
-            raise ConfigError(f"`suite_settings`: {key!r} is an argument of its own: `{key}`.")
+            raise ConfigError(f"`suite_settings`: {key!r} has its own argument, `{key}`; use that.")
 
 
 def _suites_by_value() -> dict[str, list[str]]:

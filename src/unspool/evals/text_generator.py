@@ -87,7 +87,7 @@ class TextGenerator:
     ) -> None:
         """`live` is the backend of a model in memory."""
         if model.kind not in ("transformers", "openai"):
-            raise ConfigError(f"`backend={model.kind!r}` does not generate readable text; use transformers or openai.")
+            raise ConfigError(f"`backend={model.kind!r}` does not generate text; use transformers or openai.")
         self._model, self._options, self._live = model, options, live
         if model.kind == "openai" and model.endpoint is None:
             # All servers have these endpoints; not all accept token ids.
@@ -241,8 +241,8 @@ class TextGenerator:
         raise ConfigError(
             f"the prompt has {len(ids) + self._encoder.template_tokens:,} tokens{wanted}, but {self._model.model} has "
             f"a context of {self.context_length:,}. Use a shorter text, drop the middle of the text with "
-            "`beyond_context='truncate'`, or keep it with `beyond_context='ask'`. `rope=yarn, context=LENGTH` extends "
-            "the context without training."
+            "`beyond_context='truncate'`, or keep it with `beyond_context='ask'`. `rope` with `context` extends the "
+            "context without training."
         )
 
     def _encode(self, text: str, question: str) -> tuple[Question, np.ndarray]:

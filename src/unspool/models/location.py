@@ -64,8 +64,7 @@ def short_name(ref: str) -> str:
 
 
 def resolve_path(value: str, root: Path) -> str:
-    """Return the path to open: `asset:…` in the package, else relative to the recipe if it exists there, else
-    unchanged.
+    """Return the path to open: `asset:…` in the package, else relative to the recipe if that exists, else unchanged.
 
     A path that does not exist is returned unchanged, because it may be a Hub id.
     """

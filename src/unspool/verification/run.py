@@ -43,7 +43,7 @@ def build_checks(plain: PlainProcess, *, kills: int = runs.KILLS, ranks: RankGro
         Check(
             "sigkill",
             3,
-            "a process killed at random moments (`kills`) and restarted vs. an uninterrupted one",
+            "a process killed at random moments and restarted vs. an uninterrupted one",
             partial(runs.check_kills, kills=kills),
             once=True,
         ),

@@ -281,8 +281,7 @@ SHORT_S = 1.0
 
 
 class Saver:
-    """Copies and writes checkpoints in a thread. Each of `world_size` ranks creates one; leaving its block waits for
-    it.
+    """Copies and writes checkpoints in a thread. Each of `world_size` ranks creates one; its block ends with a wait.
 
     Call `wait_for_copy` before you change a tensor that was given to `save`. If host memory has no room for copies,
     files are written from the tensors themselves, and `wait_for_copy` waits for the writing.
