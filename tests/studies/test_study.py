@@ -1,6 +1,5 @@
 """A study file: its keys, the recipes of its arms, and one sentence for every mistake."""
 
-import re
 from pathlib import Path
 
 import pytest
@@ -9,7 +8,6 @@ from unspool.core.errors import ConfigError
 from unspool.recipe.load import load_recipe
 from unspool.recipe.paths import bundled_studies
 from unspool.studies.load import check_study_inputs, load_study, pick_runs
-from unspool.studies.schema import ARM_KEYS, KEYS
 from unspool.studies.shared_work import load_written, recipe_digest, shared_folders, write_recipes
 
 STUDY = """\
@@ -321,13 +319,3 @@ def test_a_mistake_in_a_papers_numbers_is_reported_with_its_place(study, old, ne
 def test_measures_that_other_evals_do_not_have_are_no_longer_compared(study):
     found = load_study(study, overrides=["evals=[{suite: niah, lengths: [1K], samples: 2}]"])
     assert found.compare is None
-
-
-# The page about studies
-
-PAGE = Path(__file__).parents[2] / "docs" / "tutorials" / "compare-methods.md"
-
-
-def test_the_page_describes_every_key():
-    described = re.findall(r"^\| `(\w+)` \|", PAGE.read_text(), re.MULTILINE)
-    assert sorted(described) == sorted({*KEYS, *ARM_KEYS})
