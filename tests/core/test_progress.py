@@ -119,9 +119,12 @@ logging.getLogger("unspool.training").warning("a warning")
 
 @pytest.mark.parametrize(("options", "shown"), [([], 1), (["-v"], 2), (["--quiet"], 0)])
 def test_verbose_and_quiet_set_the_log_level(options, shown, capsys):
-    from unspool.cli.main import unspool
+    import typer
+    from typer.main import get_command
 
-    unspool(verbose="-v" in options, quiet="--quiet" in options)
+    from unspool.cli.main import build_app, unspool
+
+    unspool(typer.Context(get_command(build_app())), verbose="-v" in options, quiet="--quiet" in options)
     logging.getLogger("unspool.training").debug("a detail")
     logging.getLogger("unspool.training").info("a step")
     logging.getLogger("unspool.training").warning("a warning")
