@@ -118,7 +118,7 @@ def test_a_second_time_nothing_is_done(run):
 
 def test_looking_shows_what_is_trained_on(run):
     shown = invoke("inspect", str(run / "out" / "datasets" / "chat"), "--index", "0").stdout
-    assert "⟦…⟧ has loss" in shown
+    assert "⟦…⟧ is trained on" in shown
     told = invoke("inspect", str(run / "out" / "corpus" / "talks"), "--index", "0", "--json").stdout
     (part,) = json.loads(told)["items"][0]["parts"]
     trained = "".join(span["text"] for span in part["spans"] if span["loss"])

@@ -145,7 +145,7 @@ def test_a_wrong_key_is_one_request(styled, tokenizer, monkeypatch):
 
 
 def test_a_dead_port_is_a_sentence(tokenizer):
-    with pytest.raises(UnspoolError, match=r"did not answer in 3 attempts .*refused"):
+    with pytest.raises(UnspoolError, match=r"gave no usable answer in 3 attempts .*refused"):
         probe(Server(url="http://127.0.0.1:9/v1", model="m", retry=QUICK), tokenizer, None)
 
 

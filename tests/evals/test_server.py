@@ -154,13 +154,13 @@ def test_a_server_that_never_answers_is_one_sentence(url, talk, trouble, message
     else:
         talk.raw = trouble.encode()
 
-    with pytest.raises(UnspoolError, match=rf"did not answer in 3 attempts \(.*{message}"):
+    with pytest.raises(UnspoolError, match=rf"gave no usable answer in 3 attempts \(.*{message}"):
         request_json(f"{url}/x", {}, parse=dict, retry=QUICK, sleep=lambda seconds: None)
     assert len(talk.asked) == 3
 
 
 def test_a_missing_server_and_an_invalid_address(url):
-    with pytest.raises(UnspoolError, match="did not answer in 1 attempt"):
+    with pytest.raises(UnspoolError, match="gave no usable answer in 1 attempt"):
         request_json("http://127.0.0.1:9/v1", {}, parse=dict, retry=replace(QUICK, attempts=1))
     with pytest.raises(ConfigError, match="is not a valid URL"):
         request_json("localhost", {}, parse=dict, retry=QUICK)

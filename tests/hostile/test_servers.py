@@ -185,7 +185,7 @@ QUICK: dict[str, tuple[Behavior, str | None]] = {
     "gives no choices": (says(b'{"choices": []}'), r"answered without `choices`"),
     "gives a choice that is text": (says(b'{"choices": ["right"]}'), r"answered without `choices`"),
     "gives null": (says(b"null"), r"JSON but not an object"),
-    "gives two choices": (says(b'{"choices": [{"text": "right"}, {"text": "wrong"}]}'), r"gave 2 answers"),
+    "gives two choices": (says(b'{"choices": [{"text": "right"}, {"text": "wrong"}]}'), r"returned 2 answers"),
     "gives a number for a text": (says(reply(5)), r"no text in `(text|content)`"),
     "gives a list for a text": (says(reply(["right"])), r"no text in"),
     "gives a choice without text": (says(b'{"choices": [{"index": 0}]}'), r"no text in|no `message`"),

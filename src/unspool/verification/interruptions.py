@@ -153,7 +153,7 @@ class KillResult:
 def check_kills(case: Case, *, kills: int) -> list[Measured]:
     """Compare a stage whose process is killed at random moments and restarted with an uninterrupted stage."""
     if case.spec.name not in FAMILIES:
-        raise SkippedError("runs only with small models")
+        raise SkippedError("needs a small model; run `unspool verify --only sigkill` without a model")
     with tempfile.TemporaryDirectory() as folder:
         # Use a separate process: forking a process that has used a GPU or threads is unsafe.
         command = [sys.executable, "-m", __spec__.name, folder, str(kills), str(case.seed), case.device.type]
