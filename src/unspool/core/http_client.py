@@ -132,8 +132,8 @@ def request_json(
 def no_answer(url: str, error: TransientError) -> UnspoolError:
     tried = f"{error.attempts} attempt{'s' * (error.attempts > 1)}"
     return UnspoolError(
-        f"{url} gave no usable answer in {tried} ({printable_line(error.problem)}). Start or repair the server, or raise "
-        "`timeout` if it is slow, and run the same command again; finished answers are kept."
+        f"{url} gave no usable answer in {tried} ({printable_line(error.problem)}). Start or repair the server, "
+        "or raise `timeout` if it is slow, and run the same command again; finished answers are kept."
     )
 
 

@@ -100,7 +100,7 @@ def _local_lm(options: BackendOptions) -> Any:
     if options.rope is not None:
         options.rope.apply(model)
     batch = BATCH
-    # Models with a RoPE base per head need Unspool's attention, which computes the rows of a left-padded batch one by one.
+    # Models with a RoPE base per head need Unspool's attention. It computes left-padded rows one by one.
     if any(getattr(part, "head_inv_freq", None) is not None for part in model.modules()):
         batch = 1
     else:

@@ -100,7 +100,7 @@ def _questions(things: list[str], marks: list[str], has: np.ndarray, rng: np.ran
                 text = pick(rng, INCLUDES).format(thing=things[thing], mark=marks[int(rng.choice(choices))])
                 yield Question(text, "yes" if wanted else "no")
             continue
-        # Attributes of one thing, so that at least one has them together; sometimes any attributes.
+        # Usually attributes of one thing, so that at least one thing has all of them; sometimes any attributes.
         pool = np.flatnonzero(has[thing]) if rng.random() < 0.9 else np.arange(len(marks))
         chosen = rng.permutation(pool)[: int(rng.integers(2, 5))]
         if len(chosen) < 2:
