@@ -79,7 +79,9 @@ def run_step(model: Any, step_fn: StepFn, batches: Sequence[Batch], *, probe: st
         except UnspoolError:
             raise
         except Exception as error:  # any type: this is the user's code
-            raise ConfigError(f"audit: step_fn raised {_describe(error)} (probe: {probe}); {CONTRACT}.") from error
+            raise ConfigError(
+                f"audit: the training step raised {_describe(error)} (probe: {probe}); {CONTRACT}."
+            ) from error
     grads = updates[0] if updates else _gradients(model)
     model.zero_grad(set_to_none=True)
     model.train(was_training)
@@ -90,7 +92,9 @@ def run_step(model: Any, step_fn: StepFn, batches: Sequence[Batch], *, probe: st
         loss = None if found is None else float(found)
     except (TypeError, ValueError, RuntimeError) as error:
         kind = type(found).__name__
-        raise ConfigError(f"audit: step_fn returned a {kind}; return the loss as one number, or nothing.") from error
+        raise ConfigError(
+            f"audit: the training step returned a {kind}; return the loss as one number, or nothing."
+        ) from error
     return StepRun(passes=passes, loss=loss, grads=grads, num_updates=len(updates))
 
 
