@@ -43,7 +43,7 @@ def test_a_ledger_without_gaps():
         (
             entries({"short": [0, 1]}, {"short": [1, 0]}, {"short": [1, 1]}),
             3,
-            "dataset short: a row comes twice in epoch 3",
+            "dataset short: a row appears twice in epoch 3",
         ),
         (entries({"long": [2, 7]}), 1, "dataset long"),
     ],

@@ -18,10 +18,10 @@ def audit(
         ),
     ] = None,
     attention: Annotated[
-        str | None, typer.Option(help="What you claim: intra_document (default) or full, if documents see each other.")
+        str | None, typer.Option(help="Claimed attention: intra_document (default), or full if documents attend to each other.")
     ] = None,
     positions: Annotated[
-        str | None, typer.Option(help="What you claim: restart with every document (default), or continue.")
+        str | None, typer.Option(help="Claimed position ids: restart in every document (default), or continue.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print every verdict as JSON.")] = False,
 ) -> None:

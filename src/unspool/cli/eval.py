@@ -81,7 +81,7 @@ def eval_(
     ] = None,
     answer_tokens: Annotated[
         int | None,
-        typer.Option(min=1, metavar="N", help="Tokens per answer, counted in the length. Default: each task's own."),
+        typer.Option(min=1, metavar="N", help="Tokens reserved per answer, within the length. Default: the task's number."),
     ] = None,
     rate: Annotated[
         str | None,
@@ -137,7 +137,7 @@ def eval_(
     ] = "auto",
     requests: Annotated[int, typer.Option(min=1, metavar="N", help="Concurrent requests to the server.")] = 8,
     timeout: Annotated[
-        float, typer.Option(min=1, metavar="SECONDS", help="Seconds to wait for an answer of the server.")
+        float, typer.Option(min=1, metavar="SECONDS", help="Seconds to wait for the server's answer.")
     ] = 600,
     sandboxed: Annotated[
         bool,

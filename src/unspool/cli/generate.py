@@ -60,7 +60,7 @@ def generate(
         ),
     ] = None,
     timeout: Annotated[
-        float, typer.Option(min=1, metavar="SECONDS", help="Seconds to wait for an answer of the server.")
+        float, typer.Option(min=1, metavar="SECONDS", help="Seconds to wait for the server's answer.")
     ] = 600,
     as_json: Annotated[bool, typer.Option("--json", help="Print answers, token counts and times as JSON.")] = False,
 ) -> None:

@@ -19,7 +19,7 @@ def judge(
     ] = None,
     check: Annotated[
         Path | None,
-        typer.Option(help="Compare the judge with people: JSONL with question, references, output and label (0 to 3)."),
+        typer.Option(help="Compare the judge with human grades: JSONL with question, references, output and label (0 to 3)."),
     ] = None,
     url: Annotated[str | None, typer.Option(help="Server of the judge, such as http://localhost:8000/v1.")] = None,
     model_name: Annotated[str | None, typer.Option(help="Name of the judge on the server.")] = None,

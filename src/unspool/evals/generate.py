@@ -41,7 +41,7 @@ class GenerateSettings(TypedDict, total=False):
     url: str | None  # address of the server, such as http://localhost:8000/v1
     model_name: str | None  # of the model on the server
     endpoint: str | None  # auto, completions, text or chat; by default chat with a chat template, else text
-    timeout: float  # seconds to wait for one answer of the server
+    timeout: float  # seconds to wait for one answer from the server
 
 
 def load_generator(model: "str | Path | PreTrainedModel", **settings: Unpack[GenerateSettings]) -> "TextGenerator":

@@ -135,7 +135,7 @@ class PackedDataset:
             import datasets
         except ImportError as error:
             raise ConfigError("to_hf needs the package datasets: pip install datasets.") from error
-        # The digest is part of what the cache goes by, so that other rows in the same folder are not taken for these.
+        # The digest is part of what the cache goes by, so that the cache never returns other rows of the same folder.
         keys = {"folder": self.folder, "sha256": self._manifest["sha256"]}
         return datasets.Dataset.from_generator(_generate_columns, gen_kwargs=keys)
 

@@ -145,7 +145,7 @@ class StepLog:
         self._waiting: tuple[int, float, StepBatches, Callable[[], StepResult]] | None = None
 
     def add(self, step: int, lr: float, batches: StepBatches, found: Callable[[], StepResult]) -> None:
-        assert self._waiting is None, "the step before is not settled"
+        assert self._waiting is None, "the previous step is not finished"
         self._waiting = step, lr, batches, found
 
     def settle(self) -> None:

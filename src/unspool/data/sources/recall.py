@@ -48,7 +48,7 @@ class RecallSource(GeneratedSource):
         description="Share of documents that are repeated word lists, from which a model first learns to copy.",
     )
     asked: float = Field(
-        1.0, gt=0, description="Questions per key of the largest objects. Values below 1 leave room for larger objects."
+        1.0, gt=0, description="Questions per key of the largest objects. Values below 1 leave space for larger objects."
     )
 
     min_length: ClassVar[int] = 48

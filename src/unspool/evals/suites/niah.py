@@ -68,7 +68,7 @@ class NiahEval(EvalConfig):
     )
     placement: Literal["grid", "strata"] = Field(
         "grid",
-        description="Where facts lie. grid: at depths from the start to the end of the context. strata: at random "
+        description="Positions of the facts. grid: at depths from the start to the end of the context. strata: at random "
         "places inside equal parts of it, so that no fact is at the start or next to the question.",
     )
     text: str | None = Field(

@@ -168,7 +168,7 @@ def apply_head_chunks(layers: list[nn.Module], *, heads_at_once: int | None) -> 
                 f"attention {inner!r} is not a registered function, so Unspool can neither keep its results nor call "
                 "it for some heads at a time; load the model with unspool.load."
             )
-        assert inner != HEAD_CHUNKS_NAME, "memory settings are applied once"
+        assert inner != HEAD_CHUNKS_NAME, "memory settings can be applied only once"
         # A copy, because the model's own config is saved with it and must not change.
         module.config = copy.copy(module.config)
         module.config._attn_implementation = HEAD_CHUNKS_NAME

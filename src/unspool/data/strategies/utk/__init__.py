@@ -46,7 +46,7 @@ class UtK(StrategyConfig):
         "chunks per document.",
     )
     split: Split = Field(
-        default="random", description="Where documents are split: at random points, or into chunks of equal length."
+        default="random", description="How documents are split: at random points, or into chunks of equal length."
     )
     min_split: Size = Field(
         default=512,
