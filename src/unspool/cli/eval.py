@@ -81,7 +81,9 @@ def eval_(
     ] = None,
     answer_tokens: Annotated[
         int | None,
-        typer.Option(min=1, metavar="N", help="Tokens reserved per answer, within the length. Default: the task's number."),
+        typer.Option(
+            min=1, metavar="N", help="Tokens reserved per answer, within the length. Default: the task's number."
+        ),
     ] = None,
     rate: Annotated[
         str | None,

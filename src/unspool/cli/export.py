@@ -30,8 +30,7 @@ def export(
     """Write a model folder that plain transformers loads: weights, config, tokenizer and model card.
 
     Before the folder appears, a fresh process loads it with plain
-    transformers and computes logits, also at positions beyond the old
-    context. They must equal ours.
+    transformers and computes logits, also at positions beyond the original context length. They must equal ours.
 
         unspool export runs/my-64k exported/my-64k
 

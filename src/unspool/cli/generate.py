@@ -158,7 +158,7 @@ def _is_ready() -> bool:
     try:
         return bool(select.select([sys.stdin], [], [], 0)[0])
     except (OSError, ValueError):
-        return True  # not a file of the operating system
+        return True  # a stream without a file descriptor
 
 
 def _converse(generator: "TextGenerator", text: str, stream: bool) -> None:

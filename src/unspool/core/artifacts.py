@@ -300,7 +300,7 @@ def open_work(work: Path, key: str, *, label: str, describe: Callable[[Path], st
             work.rename(previous)
             logger.warning(
                 f"{label}: setting aside the unfinished work in {work.name} ({amount}), because it was made with other "
-                f"inputs or settings. It is kept as {previous.name} and resumes if you change them back; else delete it"
+                f"inputs or settings. It is kept as {previous.name}; change them back to resume it, or delete it"
                 f"{replaced}"
             )
         if comes_back:

@@ -83,7 +83,7 @@ def check_attention(model: Any, own: str) -> None:
 
 
 def check_trainable(model: Any) -> None:
-    """Refuse a model whose packed documents see each other, or whose loss we would compute wrongly."""
+    """Refuse a model whose packed documents attend to each other, or whose loss we would compute wrongly."""
     both = last_states(model, (DOC_LEN, DOC_LEN))
     second = last_states(model, (DOC_LEN,), first=DOC_LEN)
     name = type(model).__name__

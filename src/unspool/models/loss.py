@@ -119,7 +119,9 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.grads is None:
-            raise RuntimeError("This loss has been differentiated before; its gradients are computed once, in place.")
+            raise RuntimeError(
+                "This loss has been differentiated before, and its gradients can be used only once; compute the loss again."
+            )
         grads, ctx.grads = ctx.grads, None
         for grad in grads:
             if grad is not None:

@@ -296,7 +296,7 @@ class Llama3(Factor):
     low_freq_factor: float = Field(
         default=1,
         gt=0,
-        description="Dimensions that turn less often than this over the original length have their frequency divided "
+        description="Dimensions with fewer rotations than this over the original length have their frequency divided "
         "by `factor`.",
     )
     high_freq_factor: float = Field(

@@ -20,7 +20,7 @@ REJECT_REASONS = {
     "too_long": "the answer has more than answer_words words",
     "repeats": "the text repeats itself too often",
     "echoes": "the answer only repeats the question",
-    "refers": "the text mentions a snippet or passage that its reader does not see",
+    "refers": "the text mentions a snippet or passage that its reader does not have",
     "unsupported": "the text lacks too many words of the answer, or one of its numbers",
     "judged_unsupported": "the judge says that the text does not support the answer",
     "judge_unparsable": "the judge's reply does not have the requested form",

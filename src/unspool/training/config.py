@@ -214,7 +214,9 @@ class StageConfig(Config):
         description="Steps between exports that are also scored, after the stage has ended. Default: score only the "
         "final model.",
     )
-    guard: GuardConfig = Field(GuardConfig(), description="What to do if a step's loss or gradient is not finite or too large.")
+    guard: GuardConfig = Field(
+        GuardConfig(), description="What to do if a step's loss or gradient is not finite or too large."
+    )
     validation: ValidationConfig | None = Field(
         None, description="Measure held-out loss by position during the stage. Default: no validation."
     )

@@ -38,7 +38,7 @@ def row_columns(row: Row) -> dict[str, np.ndarray]:
     """Return one row with the column names of stock trainers.
 
     `input_ids`, `labels` (not shifted; -100 where there is no loss), `position_ids`, and `seq_lengths`: the lengths of
-    the parts that attend only to themselves.
+    the spans that attend only to themselves.
     """
     attended = attended_lens(row.doc_lens, row.attention)
     shifted = labels(row.tokens, row.doc_lens, row.loss_mask)

@@ -50,7 +50,7 @@ class OptimizerConfig(Config):
         return FP32_BYTES if self.weights == "fp32" else BF16_BYTES
 
     def master_bytes(self) -> int:
-        """Bytes of the master weight that one GPU keeps beside the weight it computes with."""
+        """Bytes of the master weight that one GPU keeps in addition to the weight that it computes with."""
         return FP32_BYTES if self.weights == "fp32" else 0
 
     def weight_bytes_moved(self) -> int:

@@ -122,7 +122,7 @@ class Watchdog:
         self._stop.set()
         self._thread.join(timeout=self._limits.interval + 1)
         self._has_left = True
-        with suppress(RuntimeError):  # the store may be gone already
+        with suppress(RuntimeError):  # the store may have ended already
             self._send()
 
     def wait_for_others(self, *, failed: bool) -> None:

@@ -64,7 +64,7 @@ class UtK(StrategyConfig):
     )
     mask: Literal["paper", "released"] = Field(
         default="paper",
-        description="Which tokens have no loss. `paper`: knots, labels and the token that asks for the labels; "
+        description="Which tokens have no loss. `paper`: knots, labels and the token that requests the labels; "
         "`released`: also the first token of text after a head knot or label, as in the paper's code.",
     )
 

@@ -223,7 +223,7 @@ def _load_alce(task: str, clone: Clone, length: int) -> Prompts:
 def _load_icl(task: str, clone: Clone, length: int) -> Prompts:
     words = clone.words(task)
     tests = _labeled(task, clone, task)
-    if task == "nlu" and "nlu_demos" not in clone.paths:  # one split, of which HELMET uses a tenth
+    if task == "nlu" and "nlu_demos" not in clone.paths:  # one split; HELMET uses a tenth of it
         order, count = shuffled(len(tests), SEED), math.ceil(len(tests) / 10)
         train, tests = [tests[at] for at in order[count:]], [tests[at] for at in order[:count]]
     else:
