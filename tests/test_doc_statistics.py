@@ -380,3 +380,18 @@ def _sum(found: Sequence[dict[str, str]], name: str) -> str:
 def _p_of_distance(distance: float, n: int) -> float:
     apart = round(distance * n)
     return float(stats.ks_2samp(np.arange(n), np.arange(n) + apart - 0.5, method="exact").pvalue)
+
+
+def test_the_demo_finds_needles_in_one_wording_only():
+    lines = (RESULTS / "demo.md").read_text().splitlines()
+    rows = {cells[0]: cells[1:] for cells in ([c.strip() for c in line.split("|")[1:-1]] for line in lines) if cells}
+    for arm in ("base", "abf", "utk", "utk-harpe"):
+        found = samples(f"demo/{arm}.jsonl.gz")
+        drilled, others = ([one for one in found if (one["needle_wording"] == "magic") is own] for own in (True, False))
+        cells = []
+        for group, n in ((drilled, 20), (others, 100)):
+            for length in (256, K, 2 * K):
+                scores = [one["score"] for one in group if one["length"] == length]
+                assert len(scores) == n
+                cells.append(f"{sum(scores):.0f}")
+        assert rows[arm] == cells

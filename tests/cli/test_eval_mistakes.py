@@ -1,5 +1,6 @@
-"""Ten mistakes at an evaluation, with the whole sentence that answers each."""
+"""Mistakes in an evaluation, each with the sentence that it gets."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,10 @@ MISTAKES = {
         "--backend vllm: vllm is not installed; run `pip install vllm`, or start a vLLM server and use --backend "
         "openai --url ADDRESS.",
     ),
+    "key of a suite for short": (
+        ["--suite", "short", "--set", "wordings=all"],
+        "--set has no effect on --suite short, which runs lm-eval tasks; remove it.",
+    ),
     "endpoint without a server": (
         ["--suite", "niah", "--lengths", "128", "--endpoint", "chat"],
         "--endpoint works only with --backend openai, not with transformers.",
@@ -70,3 +75,29 @@ def test_a_mistake_is_answered_by_one_sentence(mistake, tmp_path, monkeypatch):
     assert result.exit_code == 2
     assert result.stderr.splitlines()[-1] == "error: " + sentence.format(cwd=tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["taken"]
+
+
+def test_set_passes_any_key_of_the_suite():
+    options = ["--suite", "niah", "--lengths", "256", "--samples", "6", "--backend", "oracle", "--json"]
+    own = ["--set", "wordings=all", "--set", "distractors=0,3", "--set", "placement=strata"]
+    result = CliRunner().invoke(build_app(), ["eval", TINY, *options, *own])
+
+    assert result.exit_code == 0, result.stderr
+    cells = json.loads(result.stdout)["cells"]
+    assert {cell["task"] for cell in cells if "task" in cell} >= {"wording ship", "0 distractors", "3 distractors"}
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ("wordings", "--set 'wordings': write KEY=VALUE, such as --set wordings=all."),
+        ("wordings=heldot", "wordings: wording 'heldot' is not known; known: development, heldout, all, magic"),
+        ("wordigns=all", "--set: niah has no key 'wordigns'; did you mean 'wordings'?"),
+        ("samples=3", "--set: 'samples' has its own argument, --samples; use that."),
+    ],
+)
+def test_set_refuses_what_the_suite_does_not_have(given, sentence):
+    result = CliRunner().invoke(build_app(), ["eval", TINY, "--suite", "niah", "--lengths", "256", "--set", given])
+
+    assert result.exit_code == 2
+    assert sentence in result.stderr

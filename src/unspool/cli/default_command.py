@@ -1,4 +1,4 @@
-"""A group of commands that also accepts the arguments of its default command: `unspool study NAME` and `unspool study list`."""
+"""A command group with a default command: `unspool study NAME` and `unspool study list`."""
 
 import copy
 from typing import Any

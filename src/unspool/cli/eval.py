@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from unspool.cli.eval_options import page_file, print_parity, read_rate, read_rope, show_results
+from unspool.cli.eval_options import page_file, print_parity, read_rate, read_rope, read_settings, show_results
 from unspool.core.errors import ConfigError
 from unspool.evals.backends.base import BACKENDS
 from unspool.evals.eval_request import SHORT, EvalRequest, EvalSettings, check_request
@@ -48,8 +48,8 @@ def eval_(
         typer.Option(
             min=1,
             metavar="N",
-            help="Questions per suite (or task) and length; windows for perplexity. Default: 20; short: all; without "
-            "a suite up to 40.",
+            help="Questions per suite (or task) and length; windows for perplexity. Default: 20; for short "
+            "all; without a suite at most 40.",
         ),
     ] = None,
     tasks: Annotated[
@@ -98,6 +98,14 @@ def eval_(
     ] = None,
     value: Annotated[
         str | None, typer.Option(help="Kind of value to recall: words, numbers (niah) or uuid (key_value).")
+    ] = None,
+    suite_settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="Another key of the suite's entry in a recipe, such as wordings=all or distractors=0,3. Repeatable.",
+        ),
     ] = None,
     out: Annotated[
         Path | None,
@@ -184,6 +192,8 @@ def eval_(
 
         unspool eval asset:tiny-base --suite niah --lengths 1K --samples 5
 
+        unspool eval MODEL --suite niah --lengths 4K --set wordings=all --set distractors=0,3
+
         unspool eval MODEL --suite ruler --lengths 4K,32K --samples 100 --out scores/mine
 
         unspool eval MODEL --suite ruler --lengths 128K --processes 8
@@ -219,6 +229,7 @@ def eval_(
         "timeout": timeout,
         "sandboxed": sandboxed,
         "budget": budget,
+        "suite_settings": read_settings(suite_settings or []),
     }
     suites, sizes = (None if given is None else _names(given) for given in (suite, lengths))
     if lm_eval is not None:

@@ -107,6 +107,20 @@ def print_parity(found: dict[str, Any], as_json: bool) -> None:
         raise typer.Exit(FAILED)
 
 
+def read_settings(given: list[str]) -> dict[str, Any]:
+    """Parse `KEY=VALUE` pairs; a value with commas is a list."""
+    found: dict[str, Any] = {}
+    for text in given:
+        key, equals, value = text.partition("=")
+        if not equals or not key or not value:
+            raise ConfigError(f"--set {text!r}: write KEY=VALUE, such as --set wordings=all.")
+        try:
+            found[key] = yaml.safe_load(f"[{value}]" if "," in value and value[0] not in "[{" else value)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"--set {text!r}: the value is not valid YAML; write it as in a recipe.") from error
+    return found
+
+
 def read_rate(text: str | None) -> EvalSettings:
     """Parse `128K/32K`: the target and the reference length of the adaptation rate."""
     if text is None:

@@ -299,7 +299,7 @@ def open_work(work: Path, key: str, *, label: str, describe: Callable[[Path], st
             remove(previous)
             work.rename(previous)
             logger.warning(
-                f"{label}: setting aside the unfinished work in {work.name} ({amount}), because it was made with other "
+                f"{label}: not using the unfinished work in {work.name} ({amount}), because it was made with other "
                 f"inputs or settings. It is kept as {previous.name}; change them back to resume it, or delete it"
                 f"{replaced}"
             )

@@ -37,7 +37,9 @@ Length = int | str
 class EvalSettings(TypedDict, total=False):
     """Further settings of `unspool.evaluate`. Each has a default."""
 
-    samples: int | None  # questions per suite (or task) and length, windows for perplexity; 20, short: all
+    samples: (
+        int | None
+    )  # questions per suite (or task) and length, windows for perplexity; 20 by default, for short all
     tasks: Sequence[str]  # of the suite; all by default
     preset: str | None  # a paper's settings for one suite: utk (lveval, short), prolong (helmet, short)
     mode: str | None  # fixed, or reference: follow the suite's own code, defects included
@@ -148,8 +150,8 @@ def check_request(
         raise ConfigError(f"`suite={SHORT!r}` runs lm-eval in one process; remove `processes`.")
     if is_short and backend not in SHORT_BACKENDS:
         raise ConfigError(f"`suite={SHORT!r}` supports only `backend` {' or '.join(SHORT_BACKENDS)}, not {backend}.")
-    for name in ("beyond_context", "reference"):
-        if is_short and given.get(name) is not None:
+    for name in ("beyond_context", "reference", "suite_settings"):
+        if is_short and given.get(name):
             raise ConfigError(f"`{name}` has no effect on `suite={SHORT!r}`, which runs lm-eval tasks; remove it.")
     options = {key: given.get(key) for key in OF_SUITES}
     options |= {"samples": settings.get("samples") or SAMPLES, "tasks": list(settings.get("tasks") or [])}
@@ -226,12 +228,18 @@ def _entry(name: str, lengths: list[int], options: dict[str, Any]) -> EvalConfig
     known = {"lengths": lengths, "length": lengths[-1], **options}
     # Missing options keep the preset's value or the default.
     given = {key: value for key, value in known.items() if key in config.model_fields and value not in (None, [], {})}
+    for key, value in given.items():
+        if get_origin(config.model_fields[key].annotation) is list and not isinstance(value, list | tuple):
+            given[key] = [value]
     if known.get("preset") and "preset" not in config.model_fields:
         raise ConfigError(f"`preset`: suite {name} has no presets.")
     try:
         return config.model_validate({"suite": name, **given})
     except ValidationError as error:
-        found = [problem["msg"].removeprefix("Value error, ") for problem in error.errors()]
+        found = [
+            ": ".join(filter(None, [".".join(map(str, problem["loc"])), problem["msg"].removeprefix("Value error, ")]))
+            for problem in error.errors()
+        ]
         raise ConfigError(f"`suite={name!r}`: {'; '.join(found)}.") from error
 
 

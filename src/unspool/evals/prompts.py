@@ -289,7 +289,7 @@ class PromptCache:
         self._end += len(packed)
 
     def take(self, key: Hashable) -> EncodedQuestion | None:
-        """Return a prompt and forget it, because every prompt is used once."""
+        """Return a prompt and drop it, because every prompt is used once."""
         if key not in self._places:
             return None
         start, size = self._places.pop(key)

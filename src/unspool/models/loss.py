@@ -120,7 +120,7 @@ class _ChunkedLoss(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.grads is None:
             raise RuntimeError(
-                "This loss has been differentiated before, and its gradients can be used only once; compute the loss again."
+                "This loss has been differentiated before; compute it again, because its gradients are used in place."
             )
         grads, ctx.grads = ctx.grads, None
         for grad in grads:

@@ -255,8 +255,8 @@ def _report_shares(name: str, shares: Mapping[str, Mapping[str, float]]) -> None
     worst = max(off, key=lambda source: off[source])
     if off[worst] > TOLERANCE:
         logger.warning(
-            f"dataset {name}: the share of source {worst} differs by {off[worst]:.2%} from the requested one: too few rows, or "
-            "too little text. Add text, or change the shares."
+            f"dataset {name}: the share of source {worst} is off by {off[worst]:.2%}: too few rows or too little text. "
+            "Add text, or change the shares."
         )
 
 

@@ -68,8 +68,8 @@ class NiahEval(EvalConfig):
     )
     placement: Literal["grid", "strata"] = Field(
         "grid",
-        description="Positions of the facts. grid: at depths from the start to the end of the context. strata: at random "
-        "places inside equal parts of it, so that no fact is at the start or next to the question.",
+        description="Positions of the facts. grid: at depths from the start to the end of the context. strata: at "
+        "random positions inside equal parts of it, never at the start or next to the question.",
     )
     text: str | None = Field(
         None, description="JSONL or text files for the text around the facts. Default: the bundled held-out book."

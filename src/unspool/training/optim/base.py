@@ -24,8 +24,8 @@ class OptimizerConfig(Config):
     name: str = Field(description="Name of the optimizer.")
     weights: Literal["fp32", "bf16"] = Field(
         "fp32",
-        description="`fp32` keeps fp32 master weights in addition to the bf16 copy; `bf16` keeps none and rounds updates "
-        "stochastically.",
+        description="`fp32` keeps fp32 master weights in addition to the bf16 copy; `bf16` keeps none and rounds "
+        "updates stochastically.",
     )
     step: Literal["after", "in-backward"] = Field(
         "after",
