@@ -59,12 +59,12 @@ def eval_(
     mode: Annotated[
         str | None,
         typer.Option(
-            help="fixed, or reference: follow the suite's own code, including its defects. Default: fixed; with "
+            help="Mode: fixed, or reference (the suite's own code, including its defects). Default: fixed; with "
             "--reference, reference."
         ),
     ] = None,
     chat: Annotated[
-        str | None, typer.Option(help="Use the chat template: auto, on or off. Default: that of the preset, or auto.")
+        str | None, typer.Option(help="Use the chat template: auto, on or off. Default: the preset's value, or auto.")
     ] = None,
     paths: Annotated[
         list[str] | None, typer.Option("--path", help="NAME=PATH of data that a suite reads. Repeatable.")
@@ -124,12 +124,12 @@ def eval_(
     beyond_context: Annotated[
         str | None,
         typer.Option(
-            help="Questions longer than the model's context: skip, truncate (cut the middle of the text) or ask. "
+            help="For questions longer than the model's context: skip, truncate (cut the middle) or ask (send unchanged). "
             "Default: ask; on a server, skip."
         ),
     ] = None,
     seed: Annotated[int, typer.Option(help="Random seed of the prompts.")] = 0,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    device: Annotated[str, typer.Option(help="Device: auto, cpu or cuda.")] = "auto",
     processes: Annotated[
         int, typer.Option(min=1, metavar="N", help="Number of processes, one GPU each if there are enough.")
     ] = 1,

@@ -34,12 +34,15 @@ def generate(
         int | None,
         typer.Option(min=1, metavar="N", help="Maximum tokens per answer. Default: 512, or fewer if the context ends."),
     ] = None,
-    temperature: Annotated[float, typer.Option(help="0 is greedy; above 0, sample.")] = 0.0,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy decoding.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Sample from the most likely tokens of this total probability.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Random seed of sampling, the same for every question.")] = 0,
     chat: Annotated[str, typer.Option(help="Use the chat template: auto, on or off.")] = "auto",
     beyond_context: Annotated[
-        str, typer.Option(help="A prompt longer than the context: refuse, truncate (drop its middle) or ask anyway.")
+        str,
+        typer.Option(
+            help="For a prompt longer than the context: refuse, truncate (drop its middle) or ask (send it unchanged)."
+        ),
     ] = "refuse",
     stream: Annotated[bool, typer.Option(help="Print the answer while it is generated.")] = True,
     rope: Annotated[
@@ -47,7 +50,7 @@ def generate(
         typer.Option(help="Apply another RoPE method without training: yarn, ntk, …, or '{method: abf, base: 8e6}'."),
     ] = None,
     context: Annotated[str | None, typer.Option(help="Context length for --rope.")] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    device: Annotated[str, typer.Option(help="Device: auto, cpu or cuda.")] = "auto",
     backend: Annotated[
         str, typer.Option(help="transformers (in this process), or openai for any server.")
     ] = "transformers",

@@ -5,8 +5,8 @@ as a datatrove pipeline on any executor. The source is divided into tasks, and e
 does not depend on the number of workers.
 
 Every record is in the corpus, in quarantine, or counted under the reason why it was skipped. After a kill, the next
-build repeats only missing and damaged tasks. A partial folder made from other inputs or settings is renamed and kept. With a
-limit, documents are kept in order up to and including the one that reaches it.
+build repeats only missing and damaged tasks. A partial folder made from other inputs or settings is renamed and kept.
+With a limit, documents are kept in order up to and including the one that reaches it.
 """
 
 from __future__ import annotations
