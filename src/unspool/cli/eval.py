@@ -124,8 +124,8 @@ def eval_(
     beyond_context: Annotated[
         str | None,
         typer.Option(
-            help="For questions longer than the model's context: skip, truncate (cut the middle) or ask (send unchanged). "
-            "Default: ask; on a server, skip."
+            help="For questions longer than the model's context: skip, truncate (cut the middle) or ask (send "
+            "unchanged). Default: ask; on a server, skip."
         ),
     ] = None,
     seed: Annotated[int, typer.Option(help="Random seed of the prompts.")] = 0,

@@ -40,9 +40,7 @@ def generate(
     chat: Annotated[str, typer.Option(help="Use the chat template: auto, on or off.")] = "auto",
     beyond_context: Annotated[
         str,
-        typer.Option(
-            help="For a prompt longer than the context: refuse, truncate (drop its middle) or ask (send it unchanged)."
-        ),
+        typer.Option(help="For prompts longer than the context: refuse, truncate (cut the middle) or ask."),
     ] = "refuse",
     stream: Annotated[bool, typer.Option(help="Print the answer while it is generated.")] = True,
     rope: Annotated[

@@ -63,7 +63,7 @@ def inspect_attention(
     ] = 4,
     head: Annotated[
         list[str] | None,
-        typer.Option(metavar="LAYER:HEAD", help="Layer and head to draw, numbered from 0. Repeatable."),
+        typer.Option(metavar="LAYER:HEAD", help="Layer and head to draw, from 0. Repeatable."),
     ] = None,
     layers: Annotated[str | None, typer.Option(help="Layers to measure, such as 20-25,29. Default: all.")] = None,
     by: Annotated[

@@ -33,7 +33,7 @@ class GenerateSettings(TypedDict, total=False):
     top_p: float  # sample from the most likely tokens of this total probability
     seed: int  # of sampling, used anew for every question
     chat: str  # use the chat template: auto, on or off
-    beyond_context: str  # for a prompt longer than the context: refuse, truncate (drop its middle) or ask
+    beyond_context: str  # for prompts longer than the context: refuse, truncate (cut the middle) or ask
     rope: RopeMethod | None  # another RoPE method, without training
     context: Length | None  # context length for `rope`
     device: str  # auto, cpu or cuda

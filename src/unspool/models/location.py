@@ -1,7 +1,7 @@
 """Find a model: in a folder, a GGUF file, the folder of a run or stage, or on the Hub. Imports no torch.
 
 A name that is not a path is requested from the Hub once, with a timeout of seconds; `transformers` would retry for a
-minute. Errors say what the Hub answered and name similar models: local folders, cached repositories and shipped models.
+minute. Errors give the Hub's answer and name similar models: local folders, cached repositories and shipped models.
 """
 
 import glob

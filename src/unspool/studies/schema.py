@@ -18,7 +18,7 @@ KEYS = {
     "out": "Folder of the study. Default: runs/NAME.",
     "set": "Values to change in all arms, by path, as with `--set`.",
     "arms": "The arms by name. Required, unless there is a `grid`.",
-    "grid": "Paths with several values each; every combination becomes an arm. A mapping names the values.",
+    "grid": "Paths with several values each; every combination becomes an arm. Use a mapping to name the values.",
     "seeds": "Seeds under which each arm runs. Default: [0, 1].",
     "baseline": "Arm that the others are compared with. Default: the first arm.",
     "compare": "Measures that rank the arms, such as niah/32K, helmet/rag/32K or perplexity/16K-32K; `*` matches any "

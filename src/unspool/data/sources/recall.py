@@ -50,7 +50,7 @@ class RecallSource(GeneratedSource):
     asked: float = Field(
         1.0,
         gt=0,
-        description="Number of questions per key in the largest JSON objects. Values below 1 leave space for larger objects.",
+        description="Number of questions per key in the largest JSON objects. Values below 1 allow larger objects.",
     )
 
     min_length: ClassVar[int] = 48

@@ -67,8 +67,8 @@ class OptimizerConfig(Config):
             return f"optimizer.weights {self.weights} is not supported on several devices yet; set it to fp32."
         if self.step == "in-backward":
             return (
-                "optimizer.step in-backward is not supported on several devices, because each would clip by its own "
-                "shard of a gradient; set it to after: gradients are sharded anyway."
+                "optimizer.step in-backward is not supported on several devices: each would clip by the norm of its "
+                "own shard. Set it to after; gradients are sharded anyway."
             )
         return None
 
