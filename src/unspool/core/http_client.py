@@ -2,8 +2,8 @@
 
 A server may be slow, broken or hostile. It must send the first byte within `seconds`, the last one within another
 `transfer` seconds, and at most `reply_bytes` in total. Redirects are refused, since they would send the key and the
-prompts elsewhere. The key is read from its environment variable when a request is sent, is sent only in the header, and
-is removed from everything that the server returns.
+prompts elsewhere. The key is read from its environment variable for each request and sent only in the header. It is
+removed from everything that the server returns.
 """
 
 import base64

@@ -5,7 +5,7 @@ whichever rank computes them. Finding a slot does not need earlier slots. After 
 had its share to within one slot, and all its rows are used before one repeats. Shares that do not repeat within PERIOD
 slots are rounded to 1 / PERIOD.
 
-Rows may be shorter than the context length, for length curricula: at a context length of 512K, `{repos-512k: 0.5,
+Rows may be shorter than the context length, for length curricula. At a context length of 512K, `{repos-512k: 0.5,
 repos-64k: 0.5}` trains on 512K tokens of one repository in half of the slots and on eight documents of 64K in the
 others. Each document attends only to itself.
 """

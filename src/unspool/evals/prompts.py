@@ -23,8 +23,8 @@ from unspool.evals.suite import Question
 Match = Literal["start", "contains", "mentions"]
 Payload = str | tuple[dict[str, str], ...]
 """Input for a server that takes no token ids: text, or chat messages."""
-# Extra tokens after the reference: a closing quote or full stop, and one or two tokens for tokenizers that split the
-# answer into more tokens after the question than alone.
+# Extra tokens after the reference: a closing quote or full stop, and one or two more. Some tokenizers split the answer
+# into more tokens after the question than alone.
 EXTRA_ANSWER_TOKENS = 4
 
 

@@ -1,8 +1,8 @@
 """Checks that a model computes what we assume, and access to the parts of a decoder.
 
-Architectures differ in ways that no config field shows: their own masks, logits scaled after the head, layers that
-carry a state from token to token, other rotations. With our code, such a model would raise no error and compute wrong
-numbers. So these checks compare the numbers themselves, on a few tokens.
+Architectures differ in ways that no config field shows. Some have their own masks or rotations, scale logits after the
+head, or carry a state from token to token. With our code, such a model would raise no error and compute wrong numbers.
+So these checks compare the numbers themselves, on a few tokens.
 """
 
 import math

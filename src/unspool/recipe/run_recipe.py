@@ -59,8 +59,8 @@ def run(
 ) -> RunResult:
     """Run a recipe end to end: tokenize, pack, train, evaluate, report.
 
-    It can be killed at any time and run again: it skips finished steps, resumes an unfinished stage from its last
-    checkpoint, and redoes what changed in the recipe or its inputs.
+    You can kill it at any time and run it again. It skips finished steps, resumes an unfinished stage from its last
+    checkpoint, and redoes steps whose recipe settings or inputs changed.
 
     Args:
         recipe: A recipe file, or the name of a bundled recipe such as `tiny`.

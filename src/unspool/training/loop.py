@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 # Types of devices that compute while the host logs.
 LOGGED_LATE = ("cuda",)
-# The last step needs no checkpoint if repeating the steps since the previous one takes less time than writing it: the
+# The last step needs no checkpoint if repeating the steps since the previous one takes less time than writing it. The
 # export follows at once, so only a kill before its end costs these steps. A checkpoint of an 8B model takes as long to
 # write as its export.
 CHEAP_S = 300.0

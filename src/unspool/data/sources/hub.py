@@ -1,9 +1,9 @@
 """Source kind `hf`: Hugging Face datasets from the Hub or a folder, read without the `datasets` library.
 
-Configuration and split are found by the Hub's rules: first the `configs` of the dataset card, then names like
-data/train-00000-of-00002.parquet, then folders or files named after a split; otherwise all files are `train`. If a
-split has files of several formats, the most frequent format is read, as on the Hub. A dataset on the Hub is streamed
-only as far as needed (hub_stream.py).
+Configuration and split are found by the Hub's rules. The first match of these counts: the `configs` of the dataset
+card, names like data/train-00000-of-00002.parquet, folders or files named after a split. Otherwise all files are
+`train`. If a split has files of several formats, the most frequent format is read, as on the Hub. A dataset on the Hub
+is streamed only as far as needed (hub_stream.py).
 """
 
 import json

@@ -1,8 +1,8 @@
 """Source kind `recall`: generated documents that state facts, then ask questions about them, at any length.
 
 Ordinary text requires recall so rarely that a small model never learns it. Here every document holds many questions
-with their answers, worded as in the evaluations: facts hidden in prose, and a JSON object followed by entries to
-complete. Some documents are repeated word lists: both tasks build on copying, and such lists teach copying fastest.
+with their answers, worded as in the evaluations. There are facts hidden in prose, and JSON objects followed by entries
+to complete. Some documents are repeated word lists: both tasks build on copying, and such lists teach copying fastest.
 
 Keys are distinct within a document, and every answer is stated before its question. Lengths are approximate, from
 average token counts.

@@ -1,6 +1,6 @@
 """Exact causal attention with document masks, registered with `transformers`.
 
-It builds no S×S mask. It refuses a layer whose attention needs anything that `AttentionInputs` does not hold.
+It builds no S×S mask. It refuses a layer whose attention needs more than `AttentionInputs` holds.
 reference.py computes on any device and in any dtype; cuda.py calls the fast kernels; padding.py cuts off padding.
 """
 

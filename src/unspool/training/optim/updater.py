@@ -2,8 +2,8 @@
 
 Gradients of micro-batches are summed in fp32, regardless of the model's precision. With `step: after`, a gradient that
 is not finite changes nothing. With `step: in-backward`, clipping uses the norm of the previous step, because this
-step's norm is known only at its end, and a gradient that is not finite leaves just its own parameter unchanged. State
-is saved and loaded by name, and training continues from it bit for bit.
+step's norm is known only at its end. A gradient that is not finite leaves only its own parameter unchanged. State is
+saved and loaded by name, and training continues from it bit for bit.
 
 With `weights: fp32` on a GPU, the model's parameters become bf16 for computing, and the updater keeps fp32 masters. On
 a CPU, and if ranks shard weights (fsdp.py), parameters are their own masters. FSDP then sums the gradients, and the

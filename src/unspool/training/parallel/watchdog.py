@@ -6,9 +6,9 @@ every rank exits within `Limits.grace` of it. Rank 0 watches all other ranks, an
 few requests. A rank exits if the store does not answer, because the machine that hosts it is gone. The cost is two
 threads per rank and a few bytes per second.
 
-A rank counts as hung if it makes no progress for `Limits.hung_after`, or for four times the longest time between two
-progress marks of this run if that is longer. The first two steps compile and get more time. torchrun restarts ranks;
-this module does not.
+A rank counts as hung if it makes no progress for `Limits.hung_after`. The limit is four times the longest time between
+two progress marks of this run, if that is longer. The first two steps compile and get more time. torchrun restarts
+ranks; this module does not.
 """
 
 import json
