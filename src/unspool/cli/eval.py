@@ -26,8 +26,8 @@ def eval_(
     lengths: Annotated[
         str | None,
         typer.Option(
-            help="Context lengths in tokens, comma-separated. Default: doubled up to the claimed context; with "
-            "--suite, those of the preset, or 2K,8K."
+            help="Context lengths in tokens, comma-separated. Default: powers of two up to the claimed context; "
+            "with --suite, the preset's lengths, or 2K,8K."
         ),
     ] = None,
     budget: Annotated[
@@ -157,7 +157,7 @@ def eval_(
         ),
     ] = False,
     parity: Annotated[
-        bool, typer.Option("--parity", help="Compare 20 answers of --backend with those of transformers, and exit.")
+        bool, typer.Option("--parity", help="Compare 20 answers of --backend with answers of transformers, and exit.")
     ] = False,
     lm_eval: Annotated[
         Path | None, typer.Option(help="Write the suites as lm-eval tasks into this folder, and exit.")

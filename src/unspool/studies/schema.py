@@ -27,7 +27,7 @@ KEYS = {
     "paper": "Numbers of a paper's table, shown next to the results.",
 }
 ARM_KEYS = {
-    "set": "Values that this arm changes, by path, after those of the study.",
+    "set": "Values that this arm changes, by path, after the study's values.",
     "seeds": "Seeds of this arm. Default: the study's `seeds`.",
     "stage": "Stage whose scores count for this arm. Default: the last stage.",
     "against": "Arm, or list of arms, to compare this arm with instead of the baseline.",

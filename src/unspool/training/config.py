@@ -197,7 +197,7 @@ class StageConfig(Config):
         "keep-attention`.",
     )
     keep_on_host: int = Field(
-        0, ge=0, description="Number of the layers of `keep_products` that keep everything in host memory."
+        0, ge=0, description="How many of the `keep_products` layers keep their results in host memory."
     )
     mlp_tiles: Size | None = Field(None, description="Tokens per tile of norms and MLPs. Default: no tiling.")
     attention_heads_at_once: int | None = Field(
