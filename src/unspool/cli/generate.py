@@ -143,7 +143,7 @@ def _read_text(prompt_file: str | None) -> str:
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise DataError(f"{name}: not UTF-8 text (byte {error.start}); convert it, such as with iconv.") from None
+        raise DataError(f"{name}: not UTF-8 text (byte {error.start}); convert it, for example with iconv.") from None
     if not text.strip():
         raise ConfigError(f"{name} is empty; give a file with text.")
     return text.removesuffix("\n").removesuffix("\r")

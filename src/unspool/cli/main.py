@@ -61,7 +61,7 @@ class Commands(TyperGroup):
         try:
             with _printable_usage():
                 result = super().invoke(ctx)
-            sys.stdout.flush()  # here, because at exit a full disk could not be reported any more
+            sys.stdout.flush()  # here, because Python could not report a full disk at exit
             return result
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)

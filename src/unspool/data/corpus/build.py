@@ -233,8 +233,8 @@ def _check_unchanged(source: Source, units: list[Path], digest_before: str, part
     if changed:
         remove(partial)
         raise DataError(
-            f"corpus {partial.stem}: a file of the source changed during reading; run the same command again when "
-            "no program writes to the source any more."
+            f"corpus {partial.stem}: a file of the source changed during reading; stop the program that "
+            "writes to it, and run the same command again."
         )
 
 

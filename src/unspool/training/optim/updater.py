@@ -177,7 +177,7 @@ class Updater:
         param.grad = None
 
     def _rates(self, norm: float) -> Rates:
-        # In fp32 and with the small constant of torch's own clipping.
+        # As torch clips: in fp32, with the same small constant.
         scale = (self._max_grad_norm / (torch.tensor(norm) + 1e-6)).clamp(max=1.0).item()
         return Rates(lr=self._lr, betas=self._betas, seed=self._seed, scale=scale)
 

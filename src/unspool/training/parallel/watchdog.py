@@ -193,7 +193,7 @@ class Watchdog:
             if self._stop.is_set():
                 return
             reason = str(error).strip().splitlines()[0][:200]
-            announce(f"rank {self._rank} {self.position}: the rendezvous store does not answer any more ({reason})")
+            announce(f"rank {self._rank} {self.position}: the rendezvous store does not answer ({reason})")
         # The main thread may be inside a call that never returns.
         if not self._stop.wait(self._limits.grace):
             sys.stderr.flush()
