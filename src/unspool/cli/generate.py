@@ -138,7 +138,7 @@ def _read_text(prompt_file: str | None) -> str:
             )
         path = expand_home(prompt_file)
         if not path.exists():
-            raise ConfigError(f"--prompt-file {prompt_file}: there is no such file.")
+            raise ConfigError(f"--prompt-file {prompt_file}: there is no such file; correct the path.")
         name, content = prompt_file, path.read_bytes()
     try:
         text = content.decode("utf-8-sig")

@@ -116,7 +116,9 @@ def cut_context(prompt: Prompt, limit: int) -> Prompt:
     if excess <= 0:
         return prompt
     if excess > len(context):
-        raise ConfigError(f"{prompt.suite}: a question and its answer do not fit a context of {limit} tokens.")
+        raise ConfigError(
+            f"{prompt.suite}: a question and its answer do not fit a context of {limit} tokens; remove the suite."
+        )
     keep = len(context) - excess
     head, tail = keep - keep // 2, keep // 2
     return replace(

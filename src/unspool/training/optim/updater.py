@@ -289,7 +289,9 @@ def _check(stage: StageConfig, names: list[str], *, is_sharded: bool) -> None:
                 f"{names[1]}."
             )
     if not any(_lr(stage, name) for name in names):
-        raise ConfigError(f"stage {stage.name}: lr_overrides sets every parameter to 0, so nothing is trained.")
+        raise ConfigError(
+            f"stage {stage.name}: lr_overrides sets every parameter to 0, so nothing is trained; keep one above 0."
+        )
     problem = stage.optimizer.sharding_problem() if is_sharded else None
     if problem is not None:
         raise ConfigError(f"stage {stage.name}: {problem}")

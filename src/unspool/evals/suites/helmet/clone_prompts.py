@@ -44,7 +44,7 @@ def _lines(path: Path, fields: Sequence[str]) -> list[tuple[int, Record]]:
                 row = json.loads(line)
                 found.append((offset, {name: row[name] for name in fields if name in row}))
             except (ValueError, TypeError) as error:
-                raise DataError(f"{path}, line {number}: not a JSON object ({error}).") from error
+                raise DataError(f"{path}, line {number}: not a JSON object ({error}); correct the line.") from error
             offset += len(line)
     if not found:
         raise DataError(f"{path}: no records; expected one JSON object per line.")
