@@ -306,7 +306,7 @@ def _shots(
     others = [one for one in questions if one.text != asked.text]
     if len(others) < ask.shots:
         raise ConfigError(
-            f"lveval: {task} has {len(others)} other questions, which is too few for shots: {ask.shots}; use fewer shots."
+            f"lveval: {task} has {len(others)} other questions, too few for shots: {ask.shots}; use fewer."
         )
     order = rng_for(ask.seed, "lveval shots", task, ask.index).permutation(len(others))
     solved = []
