@@ -80,7 +80,7 @@ def check_url(url: str) -> str:
     """Return the URL without a final slash; ConfigError if it is invalid or holds a password or key."""
     try:
         parts = urlsplit(url)
-        parts.port  # noqa: B018 - raises if it is no number
+        parts.port  # noqa: B018 - raises if it is not a number
     except ValueError:
         parts = urlsplit("")
     if set(url) & set("@?#"):
