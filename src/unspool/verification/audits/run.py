@@ -67,12 +67,12 @@ class AuditResult:
     Example:
         >>> import unspool
         >>> from unspool.verification.audits.promises import broken, kept
-        >>> found = (kept("labels", "75 positions"), broken("isolation", "documents see each other"))
+        >>> found = (kept("labels", "75 positions"), broken("isolation", "documents attend to each other"))
         >>> result = unspool.AuditResult(verdicts=found)
         >>> result.ok, result.broken
         (False, ('isolation',))
         >>> print(result["isolation"].evidence)
-        documents see each other
+        documents attend to each other
     """
 
     verdicts: tuple[Verdict, ...]
@@ -124,8 +124,8 @@ def audit(
             Or a collator; then also pass `examples`.
         step_fn: `step_fn(model, micro_batches)` computes the gradients of one optimizer step. It may update the
             weights, and may return the loss that you log.
-        attention: What you claim: `intra_document`, or `full` if documents of a row see each other.
-        positions: What you claim: `restart` (the default) or `continue` (the default with full attention).
+        attention: Claimed attention: `intra_document`, or `full` if documents of a row attend to each other.
+        positions: Claimed position ids: `restart` (the default) or `continue` (the default with full attention).
         documents: Function that returns the document lengths of each row of a batch. Needed if the batch has none of
             `position_ids`, `cu_seq_lens_q`, `seq_idx` or end-of-text tokens.
         examples: Examples for the collator, two per micro-batch.
