@@ -94,6 +94,25 @@ def test_the_optimizer_of_the_page_needs_one_file_and_one_line_to_be_built_in(fo
     assert "no problems" in done.stdout
 
 
+def test_the_command_and_its_ranks_know_the_modules_of_unspool_extensions(folder):
+    calls = "\n".join(line for line in REGISTRATION.splitlines() if "register_optimizer" in line)
+    (folder / "lion.py").write_text(f"{EXTENSION}\n\n{calls}\n")
+
+    def unspool_(*command: str, extensions: str) -> subprocess.CompletedProcess[str]:
+        environment = {**os.environ, "UNSPOOL_EXTENSIONS": extensions}
+        words = [sys.executable, "-m", "unspool", *command]
+        return subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
+
+    lion = ("--set", "stages.0.optimizer.name=lion")
+    assert "Allowed: adamw" in unspool_("recipes", "check", "my.yaml", *lion, extensions="").stderr
+    trained = unspool_("launch", "my.yaml", "--gpus", "2", "--verb", "train", *lion, extensions="lion")
+    assert trained.returncode == 0, trained.stderr
+    assert (folder / "runs/my/stages/short/model/model.safetensors").is_file()
+    missing = unspool_("recipes", extensions="lino")
+    assert missing.returncode == 2
+    assert "error: UNSPOOL_EXTENSIONS: cannot import lino: ModuleNotFoundError" in missing.stderr
+
+
 # audit-a-trainer.md
 
 AUDIT_PAGE = DOCS / "how-to" / "audit-a-trainer.md"

@@ -10,6 +10,8 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -35,7 +37,7 @@ from unspool.cli import (
 )
 from unspool.cli.option_names import option_names, with_options
 from unspool.core.console import escaped_streams
-from unspool.core.errors import explain
+from unspool.core.errors import ConfigError, explain
 from unspool.core.formatting import format_bytes, printable
 from unspool.core.logging import set_up_logging
 from unspool.core.process_environment import set_process_environment
@@ -43,6 +45,7 @@ from unspool.core.process_environment import set_process_environment
 logger = logging.getLogger(__name__)
 
 USER_ERROR = 2
+EXTENSIONS = "UNSPOOL_EXTENSIONS"  # modules to import first, separated by commas
 INTERRUPTED = 130  # exit code of a command ended by Ctrl-C, as in shells
 
 
@@ -122,6 +125,21 @@ def unspool(
     options = _options(ctx)
     level = logging.WARNING if quiet else logging.DEBUG if verbose else logging.INFO
     set_up_logging(level, lambda text: with_options(text, options))
+    import_extensions()
+
+
+def import_extensions() -> None:
+    """Import the modules that UNSPOOL_EXTENSIONS names, so that they register their classes; ranks do this too."""
+    for name in filter(None, map(str.strip, os.environ.get(EXTENSIONS, "").split(","))):
+        if str(Path.cwd()) not in sys.path:
+            sys.path.append(str(Path.cwd()))  # after installed packages, so that no file here hides one
+        try:
+            import_module(name)
+        except Exception as error:
+            raise ConfigError(
+                f"{EXTENSIONS}: cannot import {name}: {type(error).__name__}: {error}. Put the module into this folder "
+                "or on PYTHONPATH, or unset the variable."
+            ) from error
 
 
 def build_app() -> typer.Typer:
