@@ -59,8 +59,8 @@ MISTAKES = {
     ),
     "tasks that do not fit their length": (
         ["--suite", "ruler", "--tasks", "vt,niah_single_1,niah_single_2", "--lengths", "256,512", "--samples", "1"],
-        "ruler: length 256 is too short for 2 tasks: with this tokenizer, the smallest prompt and its answer need about "
-        "674 tokens for vt and 294 tokens for niah_single_2. Use a larger length or remove these tasks.",
+        "ruler: length 256 is too short for 2 tasks: with this tokenizer, the smallest prompt and its answer need "
+        "about 674 tokens for vt and 294 tokens for niah_single_2. Use a larger length or remove these tasks.",
     ),
     "file where the results should go": (
         ["--suite", "niah", "--lengths", "64", "--out", "taken/results"],

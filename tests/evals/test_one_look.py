@@ -214,6 +214,9 @@ def test_the_command_ends_in_a_table_a_page_and_a_sentence(tokenizer, monkeypatc
     assert json.loads(as_json.stdout)["look"]["effective_length"]["value"] == 256
     report = CliRunner().invoke(build_app(), ["report", "scores/tiny-base"])
     assert report.exit_code == 0, report.output
+    assert "The effective length of tiny-base is 256 tokens of 512 claimed" in report.stdout
+    page = (tmp_path / "scores/tiny-base/report.html").read_text(encoding="utf-8")
+    assert page.count("The effective length of tiny-base is 256 tokens of 512 claimed") == 1
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,19 @@ from unspool.evals.prompts import (
     group_prompts,
     prompt_hash,
 )
-from unspool.evals.suite import Ask, Cell, PlannedEval, PromptLine, Question, QuestionId, Sample, Suite, Task, TooShortError, Unit
+from unspool.evals.suite import (
+    Ask,
+    Cell,
+    PlannedEval,
+    PromptLine,
+    Question,
+    QuestionId,
+    Sample,
+    Suite,
+    Task,
+    TooShortError,
+    Unit,
+)
 from unspool.evals.summary import suite_summary, task_cells
 from unspool.evals.wording import Forms, Wording, read_wording
 
