@@ -1,4 +1,7 @@
-"""How-to pages and concepts name what exists, and the extension of add-an-extension.md works as printed."""
+"""How-to pages and concepts name what exists.
+
+The extension of add-an-extension.md and the example of audit-a-trainer.md work as printed.
+"""
 
 import os
 import re
@@ -12,6 +15,7 @@ import click
 import pytest
 import typer
 from safetensors import safe_open
+from typer.testing import CliRunner
 
 import unspool
 from factory import save_folder
@@ -23,6 +27,7 @@ from unspool.synthesis.config import SynthConfig
 from unspool.training.config import StageConfig
 from unspool.training.optim.base import ParamState
 from unspool.training.optim.config import OPTIMIZERS
+from unspool.verification.audits.promises import PROMISES
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGE = DOCS / "how-to" / "add-an-extension.md"
@@ -87,6 +92,52 @@ def test_the_optimizer_of_the_page_needs_one_file_and_one_line_to_be_built_in(fo
     )
     assert done.returncode == 0, done.stderr
     assert "no problems" in done.stdout
+
+
+# audit-a-trainer.md
+
+AUDIT_PAGE = DOCS / "how-to" / "audit-a-trainer.md"
+
+
+def run_audit(code: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Run the command of the page on its example, in the current folder."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "train", raising=False)
+    Path("train.py").write_text(code)
+    _, command, *target = fences(AUDIT_PAGE, "sh")[0].split()
+    found = CliRunner().invoke(build_app(), [command, *target])
+    monkeypatch.delitem(sys.modules, "train")
+    return found
+
+
+def test_the_audit_of_the_page_finds_the_mistake_as_printed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (code,), (output,) = fences(AUDIT_PAGE, "python"), fences(AUDIT_PAGE, "text")
+    found = run_audit(code, monkeypatch)
+
+    lines = iter(found.output.splitlines())
+    printed = [line for line in output.splitlines() if line != "…"]
+    assert len(printed) >= 4
+    assert all(line in lines for line in printed), found.output  # in this order
+    assert found.exit_code == 1
+
+
+def test_the_audit_of_the_page_passes_without_the_mistake(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (code,) = fences(AUDIT_PAGE, "python")
+    labels, page = '"labels": ids', AUDIT_PAGE.read_text(encoding="utf-8")
+    assert f"With `{labels}`, no promise is broken" in page
+    fixed, count = re.subn(r'"labels": pad\(.*\)', labels, code)
+    found = run_audit(fixed, monkeypatch)
+
+    assert count == 1
+    assert found.output.endswith("no promise broken\n")
+    assert found.exit_code == 0
+
+
+def test_the_table_of_the_audit_has_every_promise_in_order():
+    names = re.findall(r"^\| `(\w+)` \|(?: [^|]+ \|){3}$", AUDIT_PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    assert names == [*PROMISES]
 
 
 # What the pages name

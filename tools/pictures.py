@@ -87,7 +87,7 @@ def packing() -> Markup:
     colors = [0, 1, 2, 7]
     used = int(row.doc_lens.sum())
     positions, labels = batch["position_ids"][0], batch["shift_labels"][0]
-    parts = [text(14, 24, "A packed row: documents do not see each other", "title")]
+    parts = [text(14, 24, "A packed row: documents do not attend to each other", "title")]
     names = [*(f"document {at + 1}" for at in range(padding)), "padding"]
     parts += legend(48, list(zip(colors, names, strict=True)), columns=4)
     for query in range(used):
@@ -108,7 +108,7 @@ def packing() -> Markup:
     ]
     down = top + used * side + 20
     parts += [
-        text(14, down, "Filled: the token of this line sees the token above."),
+        text(14, down, "Filled: the token on the left attends to the token above."),
         text(14, down + 20, "Measured by replacing tokens, one at a time."),
     ]
     return picture(down + 34, "Document mask and positions of a packed row", *parts)

@@ -20,7 +20,7 @@ def __getattr__(name: str) -> _Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'unspool' has no attribute {name!r}")
     found = getattr(_import_module(_HOMES[name]), name)
-    globals()[name] = found  # so that this function is asked once
+    globals()[name] = found  # so that Python calls this function only once per name
     return found
 
 

@@ -113,7 +113,7 @@ def test_rope_extends_the_context_without_training():
     [
         ([], "", "the prompt is empty; give --prompt-file, --question or text on standard input."),
         (["--question", " "], "", "--question is empty"),
-        (["--prompt-file", "none.txt"], "", "--prompt-file none.txt: there is no such file."),
+        (["--prompt-file", "none.txt"], "", "--prompt-file none.txt: there is no such file; correct the path."),
         (["--prompt-file", "."], "", "it is a folder, not a file"),
         (["--prompt-file", "book.txt"], "more", "--prompt-file and standard input both give a text"),
         (["--prompt-file", "empty.txt", "--question", "Who?"], "", "empty.txt is empty"),

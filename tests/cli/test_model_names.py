@@ -95,9 +95,9 @@ def said(done: Any) -> str:
     [
         ("missing", "has no such model, or it is private (401)", "check the name, or log in with `hf auth login`"),
         ("plain-404", "has no such model, or it is private (404)", "check the name, or log in with `hf auth login`"),
-        ("gated", "has it only for users who accepted its terms", "accept them at http"),
+        ("gated", "gives it only to users who accepted its terms", "accept them at http"),
         ("bad-token", "refused your access token (401)", "log in again with `hf auth login`, or correct HF_TOKEN."),
-        ("forbidden", "refused access to it (403)", "use an access token that may read it"),
+        ("forbidden", "refused access to it (403)", "use an access token with read access to it"),
         ("broken", "answered with an error (500)", "try again later"),
         (HANGS, "did not answer within 0.3 seconds", "check the network and HF_ENDPOINT"),
     ],
@@ -120,7 +120,7 @@ def test_without_a_network_or_in_offline_mode_the_answer_is_quick_and_says_so(he
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     message = said(run("rope", "--model", "org/name", "--context", "8K"))
-    assert "offline mode is set (HF_HUB_OFFLINE), so the Hub was not asked; unset it, or give a local" in message
+    assert "offline mode is set (HF_HUB_OFFLINE), so the Hub was not contacted; unset it, or give a local" in message
     assert time.monotonic() - began < 4
 
 

@@ -316,7 +316,7 @@ def test_work_for_another_key_is_kept_for_one_generation_and_restored(tmp_path, 
     assert capsys.readouterr().err == ""
 
     assert work_on(work, "b") is None
-    assert "box: setting aside the unfinished work in box.work (3 steps)" in capsys.readouterr().err
+    assert "box: not using the unfinished work in box.work (3 steps)" in capsys.readouterr().err
     assert work_on(work, "a") == "3 steps", "b had done nothing, so nothing is lost"
     assert capsys.readouterr().err == ""
     assert work_on(work, "b") is None

@@ -102,7 +102,7 @@ def test_scores_of_a_changed_suite_are_kept_aside(places, tokenizer, tmp_path, c
     shutil.copytree(killed / "base.work", tmp_path / "base.work")
     score(scoring_in(tmp_path, samples=2), Oracle(tokenizer))
     said = capsys.readouterr().err
-    assert "scores of base: setting aside the unfinished work in base.work (" in said
+    assert "scores of base: not using the unfinished work in base.work (" in said
     assert (tmp_path / "base.work.previous" / "samples.jsonl").exists()
 
 

@@ -38,12 +38,12 @@ def test_a_ledger_without_gaps():
         (
             entries({"long": [2, 0]}, {"long": [2], "short": [1]}, {"short": [0]}),
             3,
-            "dataset long: a row comes twice in ep",
+            "dataset long: a row appears twice in ep",
         ),
         (
             entries({"short": [0, 1]}, {"short": [1, 0]}, {"short": [1, 1]}),
             3,
-            "dataset short: a row comes twice in epoch 3",
+            "dataset short: a row appears twice in epoch 3",
         ),
         (entries({"long": [2, 7]}), 1, "dataset long"),
     ],

@@ -219,7 +219,7 @@ def test_looks_are_told_on_a_line_that_holds_no_control_characters(tmp_path, hel
 
 def test_validation_of_rows_that_are_trained_on_is_warned_of_only_where_corpora_are_known(tmp_path, held, capsys):
     looked(tmp_path, held, [])
-    assert "also trained on" not in capsys.readouterr().err
+    assert "also trains on" not in capsys.readouterr().err
 
 
 def test_looks_come_at_a_tenth_of_the_stage_if_nothing_is_said():

@@ -114,7 +114,7 @@ def test_work_of_another_configuration_is_set_aside_and_said_to_be(
 
     said = capsys.readouterr().err
     assert "resuming" not in said
-    assert "stage one: setting aside the unfinished work in one.work (2 trained steps)" in said
+    assert "stage one: not using the unfinished work in one.work (2 trained steps)" in said
     assert "kept as one.work.previous" in said
     kept = tmp_path / "one.work.previous"
     assert [path.name for path in (kept / "checkpoints").iterdir()] == ["step-000002"]

@@ -94,7 +94,7 @@ def test_a_tracker_that_fails_is_told_of_once_and_left_alone(wandb, tmp_path, ca
     tracked.close()
 
     assert capsys.readouterr().err == (
-        "loggers: wandb failed and is dropped (no route to host); metrics.jsonl has everything\n"
+        "loggers: wandb failed and gets no more metrics (no route to host); metrics.jsonl has all of them\n"
     )
     assert run.finished, "what was sent before is not thrown away"
 
@@ -105,7 +105,7 @@ def test_a_tracker_that_cannot_start_does_not_end_the_run(wandb, tmp_path, capsy
 
     wandb.init = refuse
     opened(tmp_path).numbers(1, {"train/loss": 1.0})
-    assert "wandb failed and is dropped (api key not configured)" in capsys.readouterr().err
+    assert "wandb failed and gets no more metrics (api key not configured)" in capsys.readouterr().err
 
 
 def test_one_that_fails_does_not_silence_another(wandb, tmp_path, monkeypatch):

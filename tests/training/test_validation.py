@@ -123,7 +123,7 @@ def rows_of(folder, corpora):
 def test_rows_made_of_what_is_trained_on_are_told_of(tmp_path, capsys):
     trained = {"long": rows_of(tmp_path / "long", {"books": "b1", "wiki": "w1"})}
     for name, corpora, told in (
-        ("same", {"library": "b1", "news": "n1"}, "is packed from library, which is also trained on"),
+        ("same", {"library": "b1", "news": "n1"}, "is packed from library, which the stage also trains on"),
         ("other", {"books": "b2"}, ""),
     ):
         warn_if_trained_on(STAGE, rows_of(tmp_path / name, corpora), trained)

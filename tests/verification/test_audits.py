@@ -15,7 +15,7 @@ from unspool.verification.audits.promises import PROMISES
 from unspool.verification.audits.run import AuditResult, audit
 
 from .audit_faults import FAULTS
-from .audit_setups import RIGHT, packed, plain_step, right_accelerate_loop, small_model, tensors
+from .audit_setups import EOS, RIGHT, packed, plain_step, right_accelerate_loop, small_model, tensors
 
 # The others take as long each, and run with `-m slow`.
 FAST = (
@@ -90,6 +90,7 @@ def test_what_cannot_be_probed_is_refused():
         ({"model": model, "data": [{"text": "a"}], "step_fn": plain_step}, "input_ids"),
         ({"model": model, "data": data, "step_fn": lambda model, batches: None}, "no forward pass"),
         ({"model": model, "data": data, "step_fn": plain_step, "attention": "none"}, "not known"),
+        ({"model": model, "data": data, "step_fn": lambda *all_: (plain_step(*all_), {})}, "returned a tuple; return"),
     ):
         with pytest.raises(ConfigError, match=message):
             audit(**setup)
@@ -112,7 +113,13 @@ def leaking():
 
 def failing():
     raise KeyError("no such dataset")
+
+def one_batch():
+    def step(model, batch):
+        return model(**batch).loss
+    return leaking() | {"step_fn": step}
 """
+ONE_BATCH = "probe: unchanged micro-batches); step_fn(model, micro_batches) gets a list of micro-batches (dicts) and "
 
 
 @pytest.mark.parametrize(
@@ -121,6 +128,12 @@ def failing():
         ("leaking", 1, "isolation"),
         ("failing", 2, "KeyError 'no such dataset'"),
         ("missing", 2, "no function 'missing'"),
+        (
+            "one_batch",
+            2,
+            "error: audit: the training step raised TypeError: LlamaForCausalLM( … ) argument after ** must",
+        ),
+        ("one_batch", 2, ONE_BATCH),
     ],
 )
 def test_the_command_probes_the_setup_that_a_function_returns(function, code, wanted, tmp_path):
@@ -130,6 +143,63 @@ def test_the_command_probes_the_setup_that_a_function_returns(function, code, wa
     assert found.exit_code == code, found.output
     assert wanted in found.output
     assert "Traceback" not in found.output
+
+
+def test_a_traceback_of_the_step_needs_verbose(tmp_path):
+    (tmp_path / "my_training.py").write_text(SETUP)
+    found = CliRunner().invoke(build_app(), ["-v", "audit", "my_training.py:one_batch"])
+
+    assert found.exit_code == 2
+    assert "Traceback" in found.output
+    assert "return model(**batch).loss" in found.output
+
+
+def test_only_a_step_after_the_first_fails_and_is_named():
+    runs = []
+
+    def step(model: Any, batches: list[Any]) -> float:
+        runs.append(batches)
+        if len(runs) == 2:
+            raise KeyError("labels")
+        return plain_step(model, batches)
+
+    with pytest.raises(ConfigError, match=r"raised KeyError 'labels' \(probe: first documents replaced\)"):
+        audit(small_model(), [tensors(item) for item in packed()], step)
+
+
+def equal_rows(stray: int | None = None) -> list[dict[str, torch.Tensor]]:
+    """Four batches of one 16-token row each; with `stray`, an end-of-text token inside that row."""
+    rows = torch.arange(3, 67).view(4, 1, 16).unbind()
+    if stray is not None:
+        rows[stray][0, 7] = EOS
+    return [{"input_ids": row, "labels": row} for row in rows]
+
+
+def mean_of_means(model: Any, batches: list[Any]) -> None:
+    for batch in batches:
+        (model(**batch, use_cache=False).loss / len(batches)).backward()
+
+
+def test_a_mean_of_means_says_whether_the_audit_made_the_counts_unequal():
+    """`loss / len(micro_batches)` is right for the rows of this user, who could not explain the verdict."""
+    equal = audit(small_model(), equal_rows(), mean_of_means)["token_mean"]
+    unequal = audit(small_model(), [tensors(item) for item in packed()], mean_of_means)["token_mean"]
+
+    assert equal.status == unequal.status == "broken"
+    assert "removed every other label of micro-batch 1, because all micro-batches had equally many" in equal.evidence
+    assert "removed" not in unequal.evidence
+
+
+def test_end_of_text_tokens_that_split_rows_are_named():
+    """Only the last micro-batch has one."""
+    found = audit(small_model(), equal_rows(stray=3), plain_step)
+
+    assert found.broken == ("isolation", "first_token", "positions")
+    for promise in found.broken:
+        wanted = "boundaries from rows and end-of-text tokens inside rows, which split rows of 1 of 4 micro-batches"
+        assert found[promise].evidence.endswith(wanted)
+    whole = audit(small_model(), equal_rows(), plain_step)["isolation"]
+    assert whole.evidence == "no micro-batch has two documents (document boundaries from rows)"
 
 
 def test_the_command_prints_verdicts_as_json(tmp_path):

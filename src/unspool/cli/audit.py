@@ -1,4 +1,4 @@
-"""`unspool audit`: check somebody else's training set-up by probing it."""
+"""`unspool audit`: check any training setup by probing one step."""
 
 from typing import Annotated
 
@@ -18,14 +18,15 @@ def audit(
         ),
     ] = None,
     attention: Annotated[
-        str | None, typer.Option(help="What you claim: intra_document (default) or full, if documents see each other.")
+        str | None,
+        typer.Option(help="Claimed attention: intra_document (default), or full if documents attend to each other."),
     ] = None,
     positions: Annotated[
-        str | None, typer.Option(help="What you claim: restart with every document (default), or continue.")
+        str | None, typer.Option(help="Claimed position ids: restart in every document (default), or continue.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print every verdict as JSON.")] = False,
 ) -> None:
-    """Check a long-context training set-up by probing one step of it.
+    """Check a long-context training setup by probing one step of it.
 
     The step runs a few times, with real batches and with batches in which
     the tokens of some documents are replaced. Each promise gets a verdict

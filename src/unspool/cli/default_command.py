@@ -1,4 +1,4 @@
-"""A group of commands that also takes what its default command takes: `unspool study NAME` and `unspool study list`."""
+"""A command group with a default command: `unspool study NAME` and `unspool study list`."""
 
 import copy
 from typing import Any

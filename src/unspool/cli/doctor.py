@@ -10,7 +10,7 @@ from unspool.core.formatting import MISSING, format_bytes
 
 
 def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Print what a bug report needs.
 

@@ -26,8 +26,8 @@ def eval_(
     lengths: Annotated[
         str | None,
         typer.Option(
-            help="Context lengths in tokens, comma-separated. Default: doubled up to the claimed context; with "
-            "--suite, those of the preset, or 2K,8K."
+            help="Context lengths in tokens, comma-separated. Default: powers of two up to the claimed context; "
+            "with --suite, the preset's lengths, or 2K,8K."
         ),
     ] = None,
     budget: Annotated[
@@ -48,8 +48,8 @@ def eval_(
         typer.Option(
             min=1,
             metavar="N",
-            help="Questions per suite (or task) and length; windows for perplexity. Default: 20; short: all; without "
-            "a suite up to 40.",
+            help="Questions per suite (or task) and length; windows for perplexity. Default: 20; for short "
+            "all; without a suite at most 40.",
         ),
     ] = None,
     tasks: Annotated[
@@ -59,12 +59,12 @@ def eval_(
     mode: Annotated[
         str | None,
         typer.Option(
-            help="fixed, or reference: follow the suite's own code, including its defects. Default: fixed; with "
+            help="Mode: fixed, or reference (the suite's own code, including its defects). Default: fixed; with "
             "--reference, reference."
         ),
     ] = None,
     chat: Annotated[
-        str | None, typer.Option(help="Use the chat template: auto, on or off. Default: that of the preset, or auto.")
+        str | None, typer.Option(help="Use the chat template: auto, on or off. Default: the preset's value, or auto.")
     ] = None,
     paths: Annotated[
         list[str] | None, typer.Option("--path", help="NAME=PATH of data that a suite reads. Repeatable.")
@@ -81,7 +81,9 @@ def eval_(
     ] = None,
     answer_tokens: Annotated[
         int | None,
-        typer.Option(min=1, metavar="N", help="Tokens per answer, counted in the length. Default: each task's own."),
+        typer.Option(
+            min=1, metavar="N", help="Tokens reserved per answer, within the length. Default: the task's number."
+        ),
     ] = None,
     rate: Annotated[
         str | None,
@@ -122,12 +124,12 @@ def eval_(
     beyond_context: Annotated[
         str | None,
         typer.Option(
-            help="Questions longer than the model's context: skip, truncate (cut the middle of the text) or ask. "
-            "Default: ask; on a server, skip."
+            help="For questions longer than the model's context: skip, truncate (cut the middle) or ask (send "
+            "unchanged). Default: ask; on a server, skip."
         ),
     ] = None,
     seed: Annotated[int, typer.Option(help="Random seed of the prompts.")] = 0,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    device: Annotated[str, typer.Option(help="Device: auto, cpu or cuda.")] = "auto",
     processes: Annotated[
         int, typer.Option(min=1, metavar="N", help="Number of processes, one GPU each if there are enough.")
     ] = 1,
@@ -145,7 +147,7 @@ def eval_(
     ] = "auto",
     requests: Annotated[int, typer.Option(min=1, metavar="N", help="Concurrent requests to the server.")] = 8,
     timeout: Annotated[
-        float, typer.Option(min=1, metavar="SECONDS", help="Seconds to wait for an answer of the server.")
+        float, typer.Option(min=1, metavar="SECONDS", help="Seconds to wait for the server's answer.")
     ] = 600,
     sandboxed: Annotated[
         bool,
@@ -155,7 +157,7 @@ def eval_(
         ),
     ] = False,
     parity: Annotated[
-        bool, typer.Option("--parity", help="Compare 20 answers of --backend with those of transformers, and exit.")
+        bool, typer.Option("--parity", help="Compare 20 answers of --backend with answers of transformers, and exit.")
     ] = False,
     lm_eval: Annotated[
         Path | None, typer.Option(help="Write the suites as lm-eval tasks into this folder, and exit.")

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 OPTION = "--rope"
 LOOK_PAGE = "look.html"
-# The same key of a recipe, whose error messages are used.
+# The matching key of a recipe, whose error messages are used.
 PLACE = ("stages", 0, "rope")
 FAILED = 1
 

@@ -16,7 +16,7 @@ def export(
     checkpoint: Annotated[Path, typer.Argument(metavar="CKPT", help="A run, one of its stages/, or a model folder.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write.")],
     stage: Annotated[str | None, typer.Option(help="Stage of the run. Default: its final stage.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="bf16, fp32 or fp16. Default: that of the checkpoint.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Data type: bf16, fp32 or fp16. Default: the checkpoint's.")] = None,
     run: Annotated[
         Path | None, typer.Option(metavar="RUN", help="Run whose recipe and scores the model card shows.")
     ] = None,
@@ -30,8 +30,7 @@ def export(
     """Write a model folder that plain transformers loads: weights, config, tokenizer and model card.
 
     Before the folder appears, a fresh process loads it with plain
-    transformers and computes logits, also at positions beyond the old
-    context. They must equal ours.
+    transformers and computes logits, also at positions beyond the original context length. They must equal ours.
 
         unspool export runs/my-64k exported/my-64k
 

@@ -34,12 +34,13 @@ def generate(
         int | None,
         typer.Option(min=1, metavar="N", help="Maximum tokens per answer. Default: 512, or fewer if the context ends."),
     ] = None,
-    temperature: Annotated[float, typer.Option(help="0 is greedy; above 0, sample.")] = 0.0,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy decoding.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Sample from the most likely tokens of this total probability.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Random seed of sampling, the same for every question.")] = 0,
     chat: Annotated[str, typer.Option(help="Use the chat template: auto, on or off.")] = "auto",
     beyond_context: Annotated[
-        str, typer.Option(help="A prompt longer than the context: refuse, truncate (drop its middle) or ask anyway.")
+        str,
+        typer.Option(help="For prompts longer than the context: refuse, truncate (cut the middle) or ask."),
     ] = "refuse",
     stream: Annotated[bool, typer.Option(help="Print the answer while it is generated.")] = True,
     rope: Annotated[
@@ -47,7 +48,7 @@ def generate(
         typer.Option(help="Apply another RoPE method without training: yarn, ntk, …, or '{method: abf, base: 8e6}'."),
     ] = None,
     context: Annotated[str | None, typer.Option(help="Context length for --rope.")] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    device: Annotated[str, typer.Option(help="Device: auto, cpu or cuda.")] = "auto",
     backend: Annotated[
         str, typer.Option(help="transformers (in this process), or openai for any server.")
     ] = "transformers",
@@ -60,7 +61,7 @@ def generate(
         ),
     ] = None,
     timeout: Annotated[
-        float, typer.Option(min=1, metavar="SECONDS", help="Seconds to wait for an answer of the server.")
+        float, typer.Option(min=1, metavar="SECONDS", help="Seconds to wait for the server's answer.")
     ] = 600,
     as_json: Annotated[bool, typer.Option("--json", help="Print answers, token counts and times as JSON.")] = False,
 ) -> None:
@@ -137,12 +138,12 @@ def _read_text(prompt_file: str | None) -> str:
             )
         path = expand_home(prompt_file)
         if not path.exists():
-            raise ConfigError(f"--prompt-file {prompt_file}: there is no such file.")
+            raise ConfigError(f"--prompt-file {prompt_file}: there is no such file; correct the path.")
         name, content = prompt_file, path.read_bytes()
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise DataError(f"{name}: not UTF-8 text (byte {error.start}); convert it, such as with iconv.") from None
+        raise DataError(f"{name}: not UTF-8 text (byte {error.start}); convert it, for example with iconv.") from None
     if not text.strip():
         raise ConfigError(f"{name} is empty; give a file with text.")
     return text.removesuffix("\n").removesuffix("\r")
@@ -158,7 +159,7 @@ def _is_ready() -> bool:
     try:
         return bool(select.select([sys.stdin], [], [], 0)[0])
     except (OSError, ValueError):
-        return True  # not a file of the operating system
+        return True  # a stream without a file descriptor
 
 
 def _converse(generator: "TextGenerator", text: str, stream: bool) -> None:

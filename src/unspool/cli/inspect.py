@@ -12,10 +12,14 @@ from unspool.core.console import PlainConsole, print_json
 if TYPE_CHECKING:
     from unspool.inspection.inspect_data import Inspection
 
-Index = Annotated[list[int] | None, typer.Option(help="Index of a row or document to show, from 0. Repeatable.")]
+Index = Annotated[
+    list[int] | None, typer.Option(help="Index of a row or document to show; the first is 0. Repeatable.")
+]
 Count = Annotated[
     int | None,
-    typer.Option(min=1, metavar="N", help="Number to show: the first and random others. Default: 3, or 12 on a page."),
+    typer.Option(
+        min=1, metavar="N", help="Number of items to show: the first and random others. Default: 3, or 12 on a page."
+    ),
 ]
 Seed = Annotated[int, typer.Option(help="Random seed for choosing which rows to show.")]
 Source = Annotated[str | None, typer.Option(help="Show only rows that contain this source.")]

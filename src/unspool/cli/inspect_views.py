@@ -17,7 +17,7 @@ Paths = Annotated[
     ),
 ]
 Name = Annotated[list[str] | None, typer.Option(help="Name of a dataset to show. Repeatable.")]
-Tokenizer = Annotated[str | None, typer.Option(help="Folder or Hub id. Default: the run's tokenizer.")]
+Tokenizer = Annotated[str | None, typer.Option(help="Tokenizer: folder or Hub id. Default: the run's.")]
 
 
 def check_page(html: Path | None) -> None:
@@ -49,7 +49,7 @@ def inspect_attention(
     seed: Annotated[int, typer.Option(help="Random seed for --pieces.")] = 0,
     attention: Annotated[
         str | None,
-        typer.Option(help="full or intra_document. Default: full, or that of the row."),
+        typer.Option(help="Attention: full or intra_document. Default: the row's, otherwise full."),
     ] = None,
     beyond: Annotated[str, typer.Option(help="Attention more than this many tokens back is long-range.")] = "1000",
     first: Annotated[
@@ -62,7 +62,8 @@ def inspect_attention(
         int, typer.Option(min=1, max=64, metavar="N", help="Number of heads to draw: the highest ranked.")
     ] = 4,
     head: Annotated[
-        list[str] | None, typer.Option(metavar="LAYER:HEAD", help="Head to draw, numbered from 0. Repeatable.")
+        list[str] | None,
+        typer.Option(metavar="LAYER:HEAD", help="Layer and head to draw, from 0. Repeatable."),
     ] = None,
     layers: Annotated[str | None, typer.Option(help="Layers to measure, such as 20-25,29. Default: all.")] = None,
     by: Annotated[
@@ -79,7 +80,7 @@ def inspect_attention(
     name: Annotated[
         list[str] | None, typer.Option(help="Name of a model, in the order of the models. Repeatable.")
     ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    device: Annotated[str, typer.Option(help="Device: auto, cpu or cuda.")] = "auto",
     html: Annotated[Path | None, typer.Option(help="Write one self-contained page to this file.")] = None,
     svg: Annotated[Path | None, typer.Option(help="Write the maps as one figure to this file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the shares of all heads as JSON.")] = False,

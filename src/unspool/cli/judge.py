@@ -1,4 +1,4 @@
-"""`unspool judge`: let a model grade answers that no rule can score, and check how far it agrees with people."""
+"""`unspool judge`: let a model grade answers that no rule can score, and compare its grades with human grades."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -19,7 +19,9 @@ def judge(
     ] = None,
     check: Annotated[
         Path | None,
-        typer.Option(help="Compare the judge with people: JSONL with question, references, output and label (0 to 3)."),
+        typer.Option(
+            help="Compare the judge with human grades: JSONL with question, references, output and label (0 to 3)."
+        ),
     ] = None,
     url: Annotated[str | None, typer.Option(help="Server of the judge, such as http://localhost:8000/v1.")] = None,
     model_name: Annotated[str | None, typer.Option(help="Name of the judge on the server.")] = None,
@@ -41,7 +43,7 @@ def judge(
 
     The estimated number of requests and their cost are printed first.
     Replies are cached, so a killed run resumes and no request is sent
-    twice. With --check, the judge's grades are compared with people's.
+    twice. With --check, the command compares the judge's grades with human grades.
 
         unspool judge runs/mine --url http://localhost:8000/v1 --model-name llama --dry-run
 

@@ -19,9 +19,9 @@ def launch(
     recipe: RecipeArgument,
     nodes: Annotated[int, typer.Option(min=1, metavar="N", help="Number of nodes.")] = 1,
     gpus: Annotated[int, typer.Option(min=1, metavar="N", help="Ranks per node, one per GPU.")] = 1,
-    via: Annotated[str, typer.Option(help="torchrun, slurm or ray.")] = "torchrun",
+    via: Annotated[str, typer.Option(help="Launcher: torchrun, slurm or ray.")] = "torchrun",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands or the script; run nothing.")] = False,
-    verb: Annotated[str, typer.Option(help="run: everything; train: no evaluation and no report.")] = "run",
+    verb: Annotated[str, typer.Option(help="run (everything) or train (without evaluation and report).")] = "run",
     overrides: Override = None,
     env: Annotated[
         list[str] | None, typer.Option(metavar="KEY=VALUE", help="Environment variable for all ranks. Repeatable.")

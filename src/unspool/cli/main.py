@@ -61,7 +61,7 @@ class Commands(TyperGroup):
         try:
             with _printable_usage():
                 result = super().invoke(ctx)
-            sys.stdout.flush()  # here, because a full disk behind it could not be reported any more at exit
+            sys.stdout.flush()  # here, because Python could not report a full disk at exit
             return result
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
@@ -109,7 +109,10 @@ def unspool(
     version: Annotated[
         bool,
         typer.Option(
-            "--version", help="Print versions of Unspool and what it runs on.", callback=_print_version, is_eager=True
+            "--version",
+            help="Print the versions of Unspool and its main libraries, and the devices.",
+            callback=_print_version,
+            is_eager=True,
         ),
     ] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Also print debug messages.")] = False,

@@ -1,7 +1,7 @@
 """Show messages of the Python API with the options of the command.
 
 Messages name arguments in backquotes, as Python writes them: `context_length` or `rope="yarn", context="32K"`. The
-command line shows `--context-length` and `--rope yarn --context 32K`. What is no argument of the command stays.
+command line shows `--context-length` and `--rope yarn --context 32K`. Other text stays unchanged.
 """
 
 import ast

@@ -25,7 +25,7 @@ def plan(
         str | None,
         typer.Option(
             "--host-mem",
-            help="Host memory of one machine, such as 512G or 1.9T. Default: that of this machine for its own GPU, "
+            help="Host memory of one machine, such as 512G or 1.9T. Default: this machine's memory for its own GPU, "
             "else 128G per GPU.",
         ),
     ] = None,

@@ -25,9 +25,8 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON."
 def run(recipe: RecipeArgument, overrides: Override = None, as_json: AsJson = False) -> None:
     """Run a recipe end to end: tokenize, pack, train, evaluate, report.
 
-    You can kill the command at any time and run it again: it skips finished
-    steps, resumes an unfinished stage from its last checkpoint, and redoes
-    what changed in the recipe or its inputs.
+    You can kill the command at any time and run it again. It skips finished steps, resumes an unfinished stage from its
+    last checkpoint, and redoes steps whose recipe settings or inputs changed.
 
         unspool run tiny
 

@@ -13,7 +13,7 @@ from unspool.core.console import PlainConsole, print_json
 
 SOME_FAILED = 1
 WIDTH = 200  # of tables that are not printed to a terminal: no column is cut
-# Tables of numbers are rather wrapped by a narrow terminal than cut.
+# A narrow terminal wraps tables of numbers instead of cutting them.
 MIN_WIDTH = 120
 
 

@@ -299,8 +299,8 @@ def open_work(work: Path, key: str, *, label: str, describe: Callable[[Path], st
             remove(previous)
             work.rename(previous)
             logger.warning(
-                f"{label}: setting aside the unfinished work in {work.name} ({amount}), because it was made with other "
-                f"inputs or settings. It is kept as {previous.name} and resumes if you change them back; else delete it"
+                f"{label}: not using the unfinished work in {work.name} ({amount}), because it was made with other "
+                f"inputs or settings. It is kept as {previous.name}; change them back to resume it, or delete it"
                 f"{replaced}"
             )
         if comes_back:

@@ -4,7 +4,7 @@ Every text is escaped. Colors are CSS classes (`m0`, `m1`, …), so that a model
 dark mode applies. Charts scale with the page and carry tooltips.
 """
 
-# No matplotlib or plotly: their pictures ignore the page's colors, font and dark mode, and a self-contained plotly page
+# No matplotlib or plotly: their pictures ignore the page's colors, font and dark mode. A self-contained plotly page
 # takes megabytes; these charts take a few kilobytes.
 
 import math

@@ -146,7 +146,7 @@ class FromRegistry(Current):
         if classes != self._classes:
             self._classes = classes
             union: Any = reduce(or_, classes)
-            # A single class is no union, and a discriminator needs a union.
+            # A single class is not a union, and a discriminator needs a union.
             union = Annotated[union, Field(discriminator=self._tag)] if len(classes) > 1 else union
             self._union = TypeAdapter(Annotated[union, BeforeValidator(self._add_default)])
         return self._union

@@ -2,8 +2,8 @@
 
 A server may be slow, broken or hostile. It must send the first byte within `seconds`, the last one within another
 `transfer` seconds, and at most `reply_bytes` in total. Redirects are refused, since they would send the key and the
-prompts elsewhere. The key is read from its environment variable when a request is sent, is sent only in the header, and
-is removed from everything that the server returns.
+prompts elsewhere. The key is read from its environment variable for each request and sent only in the header. It is
+removed from everything that the server returns.
 """
 
 import base64
@@ -80,7 +80,7 @@ def check_url(url: str) -> str:
     """Return the URL without a final slash; ConfigError if it is invalid or holds a password or key."""
     try:
         parts = urlsplit(url)
-        parts.port  # noqa: B018 - raises if it is no number
+        parts.port  # noqa: B018 - raises if it is not a number
     except ValueError:
         parts = urlsplit("")
     if set(url) & set("@?#"):

@@ -14,7 +14,7 @@ _SIZE = re.compile(r"([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]*)")
 
 
 def parse_size(value: Any) -> int:
-    """Parse a size: `'64K'` → 65536, `'8e6'` → 8000000, 12 → 12; ValueError if it is no size."""
+    """Parse a size: `'64K'` → 65536, `'8e6'` → 8000000, 12 → 12; ValueError if it is not a size."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise ValueError("write a size such as 64K, 20B, 8e6 or 4096")
     match = _SIZE.fullmatch(str(value).strip().replace("_", ""))

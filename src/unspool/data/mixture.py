@@ -5,7 +5,7 @@ whichever rank computes them. Finding a slot does not need earlier slots. After 
 had its share to within one slot, and all its rows are used before one repeats. Shares that do not repeat within PERIOD
 slots are rounded to 1 / PERIOD.
 
-Rows may be shorter than the context length, for length curricula: at a context length of 512K, `{repos-512k: 0.5,
+Rows may be shorter than the context length, for length curricula. At a context length of 512K, `{repos-512k: 0.5,
 repos-64k: 0.5}` trains on 512K tokens of one repository in half of the slots and on eight documents of 64K in the
 others. Each document attends only to itself.
 """
@@ -54,7 +54,7 @@ class Mix:
                 raise ConfigError(f"rows {name} hold no row; remove the dataset from the mix, or add text to it.")
         self._sizes = sizes
         self._seed = seed
-        # Without a name, the generator's key is the one from before stages had names, and so is the order.
+        # Without a name, the generator's key and the order are those of versions before stages had names.
         self._purpose = ("mix", stage) if stage else ("mix",)
         self._rows_per_slot = {name: context // row_lens[name] for name in self._names}
         self._quotas = _quotas([weights[name] for name in self._names])
@@ -223,7 +223,7 @@ def _swap(costs: np.ndarray, arranged: np.ndarray) -> np.ndarray:
         work = costs[arranged]
         sums = work.sum(axis=1)
         heaviest = int(np.argmax(sums))
-        # What the heaviest rank gives away by each swap; half of the difference between the two ranks is best.
+        # Work that each swap takes from the heaviest rank; half of the difference between the two ranks is best.
         given = work[heaviest] - work
         gap = (sums[heaviest] - sums)[:, None]
         worst_after = np.where(given > 0, np.maximum(gap - given, given), np.inf)

@@ -121,7 +121,7 @@ def python_literals(path: Path) -> dict[str, list[Any]]:
     try:
         tree = ast.parse(path.read_text(encoding="utf-8"))
     except (OSError, SyntaxError, ValueError) as error:
-        raise ConfigError(f"reference {path}: cannot be read as Python ({error}).") from error
+        raise ConfigError(f"reference {path}: cannot be read as Python ({error}); pass a clean clone.") from error
     found: dict[str, list[Any]] = {}
     for node in ast.walk(tree):
         if not isinstance(node, ast.Assign) or len(node.targets) != 1 or not isinstance(node.targets[0], ast.Name):

@@ -61,8 +61,8 @@ class TaskEval(EvalConfig):
     )
     chat: Literal["auto", "on", "off"] = Field(
         "auto",
-        description="Whether prompts use the model's chat template. `auto` does so where the benchmark does and the "
-        "model has a template.",
+        description="Use of the model's chat template in prompts. `auto` uses it if the benchmark does and the "
+        "model has one.",
     )
     paths: dict[str, str] = Field(
         {}, description="Files or folders that replace the suite's bundled data, by data set name."

@@ -40,7 +40,7 @@ Length = int | str
 class EvalSettings(TypedDict, total=False):
     """Further settings of `unspool.evaluate`. Each has a default."""
 
-    samples: int | None  # questions per suite (or task) and length, windows for perplexity; 20, short: all
+    samples: int | None  # questions per suite (or task) and length, windows for perplexity; 20, for short all
     tasks: Sequence[str]  # of the suite; all by default
     preset: str | None  # a paper's settings for one suite: utk (lveval, short), prolong (helmet, short)
     mode: str | None  # fixed, or reference: follow the suite's own code, defects included

@@ -33,7 +33,7 @@ class Meter:
         except (ConfigError, AttributeError):
             # No EOS token, or a slow Python tokenizer.
             self._encoder = None
-        self.piece = lru_cache(_CACHED_PIECES)(self.count)  # for texts that repeat, such as passages
+        self.piece = lru_cache(_CACHED_PIECES)(self.count)  # passages and other texts repeat
         # Tokens of an empty line between two texts.
         self.gap = max(1, self.count("one\n\none") - 2 * self.count("one"))
 

@@ -33,7 +33,7 @@ class GenerateSettings(TypedDict, total=False):
     top_p: float  # sample from the most likely tokens of this total probability
     seed: int  # of sampling, used anew for every question
     chat: str  # use the chat template: auto, on or off
-    beyond_context: str  # a prompt longer than the context: refuse, truncate (drop its middle) or ask anyway
+    beyond_context: str  # for prompts longer than the context: refuse, truncate (cut the middle) or ask
     rope: RopeMethod | None  # another RoPE method, without training
     context: Length | None  # context length for `rope`
     device: str  # auto, cpu or cuda
@@ -41,7 +41,7 @@ class GenerateSettings(TypedDict, total=False):
     url: str | None  # address of the server, such as http://localhost:8000/v1
     model_name: str | None  # of the model on the server
     endpoint: str | None  # auto, completions, text or chat; by default chat with a chat template, else text
-    timeout: float  # seconds to wait for one answer of the server
+    timeout: float  # seconds to wait for one answer from the server
 
 
 def load_generator(model: "str | Path | PreTrainedModel", **settings: Unpack[GenerateSettings]) -> "TextGenerator":

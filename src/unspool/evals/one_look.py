@@ -2,7 +2,7 @@
 
 Every length gets a first round of questions, starting at the shortest. This stops at the model's claimed context, when
 the score collapses, or when time runs short. The remaining time goes into further rounds at all tested lengths. Answers
-are stored as they arrive: a killed run resumes, and a larger budget adds to the stored answers.
+are stored as they arrive: a killed run resumes, and a larger budget reuses the stored answers.
 """
 
 import json
@@ -118,7 +118,7 @@ class OneLook:
             open_work(work_dir, digest(identity), key_file=PLAN, label=label, describe=describe_work)
             path = work_dir / SAMPLES
             kept = intact_lines(path)
-            if is_published and not kept:  # a larger budget adds to the stored answers
+            if is_published and not kept:  # a larger budget reuses the stored answers
                 kept = [line + b"\n" for line in (out_dir / SAMPLES).read_bytes().split(b"\n") if line]
             self._plan()
             self._restore([json.loads(line) for line in kept])

@@ -23,8 +23,8 @@ from unspool.evals.suite import Question
 Match = Literal["start", "contains", "mentions"]
 Payload = str | tuple[dict[str, str], ...]
 """Input for a server that takes no token ids: text, or chat messages."""
-# Extra tokens after the reference: a closing quote or full stop, and one or two tokens for tokenizers that split the
-# answer into more tokens after the question than alone.
+# Extra tokens after the reference: a closing quote or full stop, and one or two more. Some tokenizers split the answer
+# into more tokens after the question than alone.
 EXTRA_ANSWER_TOKENS = 4
 
 
@@ -116,7 +116,9 @@ def cut_context(prompt: Prompt, limit: int) -> Prompt:
     if excess <= 0:
         return prompt
     if excess > len(context):
-        raise ConfigError(f"{prompt.suite}: a question and its answer do not fit a context of {limit} tokens.")
+        raise ConfigError(
+            f"{prompt.suite}: a question and its answer do not fit a context of {limit} tokens; remove the suite."
+        )
     keep = len(context) - excess
     head, tail = keep - keep // 2, keep // 2
     return replace(
@@ -289,7 +291,7 @@ class PromptCache:
         self._end += len(packed)
 
     def take(self, key: Hashable) -> EncodedQuestion | None:
-        """Return a prompt and forget it, because every prompt is used once."""
+        """Return a prompt and drop it, because every prompt is used once."""
         if key not in self._places:
             return None
         start, size = self._places.pop(key)

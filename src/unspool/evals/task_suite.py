@@ -347,7 +347,8 @@ class PlannedTasks(PlannedEval):
         shorter, found = cut_middle(self.encoder.tokenizer, asked.context, excess, build)
         if len(found) > len(ids) - excess:
             raise ConfigError(
-                f"{self.suite.name}: a question and its answer do not fit a context of {self._cut_to} tokens."
+                f"{self.suite.name}: a question and its answer do not fit a context of {self._cut_to} tokens; "
+                "remove the suite."
             )
         return replace(shorter, meta={**asked.meta, CUT_TOKENS: len(ids) - len(found)}), found
 

@@ -127,7 +127,7 @@ def _loaded(path: Path) -> Any:
         return yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         said = " ".join(str(error).split())
-        raise ConfigError(f"wording {path}: cannot be read as YAML or JSON ({said}).") from error
+        raise ConfigError(f"wording {path}: cannot be read as YAML or JSON ({said}); correct the file.") from error
 
 
 def _problems(loaded: Any, suite: str, forms: Forms) -> Iterator[str]:

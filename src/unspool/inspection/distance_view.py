@@ -85,7 +85,7 @@ def read_text(rows: Rows, name: str, *, most_rows: int | None = None) -> Dataset
     notes = [
         f"counted in {len(chosen):,} of {len(rows):,} rows, evenly spaced" if len(chosen) < len(rows) else "",
         "distances are differences of position ids, which these rows skip on purpose (PoSE)" if by_position else "",
-        "special tokens count as text, because no tokenizer that knows them was found; give that of the model"
+        "special tokens count as text, because no tokenizer that knows them was found; give the model's tokenizer"
         if rows.has_unknown_marks
         else "",
         "the file does not record which pieces belong together, so each counts alone; run `unspool pack` again"

@@ -208,7 +208,9 @@ def find_rows(paths: Sequence[Path], names: Sequence[str]) -> list[DataPath]:
     if names:
         found = [place for name in names for place in found if place.path.name == name]
     if not found:
-        raise ConfigError(f"{', '.join(map(str, paths))}: no datasets have been built here yet.")
+        raise ConfigError(
+            f"{', '.join(map(str, paths))}: no datasets have been built here yet; run `unspool pack` first."
+        )
     return found
 
 

@@ -1,7 +1,7 @@
 """Packed rows of a dataset, each as its documents with their boundaries.
 
-A document is called cut only if that is certain. At its end: EOS is missing. At its start: the tokenizer begins
-documents with BOS and it is missing, or rows were filled in order and the previous row ends inside a document.
+A document is called cut only if that is certain. At its end: EOS is missing. At its start: the BOS that this tokenizer
+writes is missing, or rows were filled in order and the previous row ends inside a document.
 """
 
 from functools import cached_property

@@ -85,7 +85,9 @@ def find_data(path: Path) -> DataPath:
         if path.is_file():
             return _file(path)
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be opened ({error.strerror}).") from error
+        raise ConfigError(
+            f"{path}: cannot be opened ({error.strerror}); correct the path or its permissions."
+        ) from error
     beside = path.parent if path.parent.is_dir() else None
     guess = nearest(path.name, [other.name for other in beside.iterdir()]) if beside else None
     hint = f"did you mean {path.with_name(guess)}?" if guess else f"give {ACCEPTED_PATHS}."

@@ -210,7 +210,7 @@ def _bands(parts: list[Part], anchor: str) -> Markup:
         box = {"x": f"{_MAP_WIDTH * part.start / length:.2f}", "width": f"{width:.2f}", "height": 22}
         band = element("rect", element("title", tooltip), class_=_color(part), **box)
         drawn.append(element("a", band, href=f"#{anchor}-{place}"))
-    label = "The row to scale, one band for each part"
+    label = "The row, drawn to scale, with one band for each part"
     drawing = svg(_MAP_WIDTH, 22, label, *drawn, class_=None, preserveAspectRatio="none")
     # Outside the drawing, because that is stretched.
     numbers = [

@@ -95,7 +95,7 @@ def advise_rope(model: "str | Path | PreTrainedModel", context_length: int | str
     """Advise on RoPE settings for a longer context: bounds, settings of every method, published recipes.
 
     Only the model's config is read, and nothing is trained. B(m) is how much higher a similar key scores than a random
-    one at distance m (Men et al.); each method is shown with the distance up to which B(m) is not negative.
+    one at distance m (Men et al.). Each method is shown with the distance up to which B(m) is not negative.
 
     Args:
         model: A model folder, a `.gguf` file, a Hub id, `asset:tiny-base`, or a model of `transformers`.

@@ -1,8 +1,8 @@
 """Checks that a model computes what we assume, and access to the parts of a decoder.
 
-Architectures differ in ways that no config field shows: their own masks, logits scaled after the head, layers that
-carry a state from token to token, other rotations. With our code, such a model would raise no error and compute wrong
-numbers. So these checks compare the numbers themselves, on a few tokens.
+Architectures differ in ways that no config field shows. Some have their own masks or rotations, scale logits after the
+head, or carry a state from token to token. With our code, such a model would raise no error and compute wrong numbers.
+So these checks compare the numbers themselves, on a few tokens.
 """
 
 import math
@@ -83,7 +83,7 @@ def check_attention(model: Any, own: str) -> None:
 
 
 def check_trainable(model: Any) -> None:
-    """Refuse a model whose packed documents see each other, or whose loss we would compute wrongly."""
+    """Refuse a model whose packed documents attend to each other, or whose loss we would compute wrongly."""
     both = last_states(model, (DOC_LEN, DOC_LEN))
     second = last_states(model, (DOC_LEN,), first=DOC_LEN)
     name = type(model).__name__

@@ -128,4 +128,4 @@ def _load_config(ref: str, content: dict[str, Any]) -> Any:
 
 
 def _unreadable(ref: str, error: Exception) -> ConfigError:
-    return ConfigError(f"model {ref}: its config could not be read ({first_line(error)}).")
+    return ConfigError(f"model {ref}: its config could not be read ({first_line(error)}); download the model again.")

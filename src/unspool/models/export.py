@@ -41,7 +41,7 @@ def save_model(model: Any, tokenizer: Any, folder: Path, *, dtype: torch.dtype) 
     with _collect_shards() as shards:
         model.save_pretrained(folder, state_dict=_converted(model, dtype), max_shard_size=SHARD_SIZE)
     write_tensor_files(shards)
-    # The tokenizer would truncate texts to the old context length otherwise.
+    # The tokenizer would truncate texts to the original context length otherwise.
     tokenizer.model_max_length = max(tokenizer.model_max_length, model.config.max_position_embeddings)
     tokenizer.save_pretrained(folder)
     path = folder / "config.json"

@@ -147,7 +147,7 @@ def _compiled_rotation(rotate: Any, least_tokens: int | None = None) -> Any:
 def require_exact_fp32() -> None:
     """Disable TF32, even if the environment enables it, as NVIDIA's containers do.
 
-    TF32 has 11 bits, and `transformers` up to 5.18 multiplies frequencies by positions in a matrix product: from
+    TF32 has 11 bits, and `transformers` up to 5.18 multiplies frequencies by positions in a matrix product. From
     position 2,048 on, neighbors would get the same position.
     """
     torch.set_float32_matmul_precision("highest")

@@ -1,7 +1,7 @@
 """Find a model: in a folder, a GGUF file, the folder of a run or stage, or on the Hub. Imports no torch.
 
 A name that is not a path is requested from the Hub once, with a timeout of seconds; `transformers` would retry for a
-minute. Errors say what the Hub answered and name similar models: local folders, cached repositories and shipped models.
+minute. Errors give the Hub's answer and name similar models: local folders, cached repositories and shipped models.
 """
 
 import glob
@@ -178,7 +178,7 @@ def _stage_parents(recipe: Path) -> dict[str, str]:
 
 # The Hub
 
-_OFFLINE = "offline mode is set (HF_HUB_OFFLINE), so the Hub was not asked", "unset it, or give a local folder"
+_OFFLINE = "offline mode is set (HF_HUB_OFFLINE), so the Hub was not contacted", "unset it, or give a local folder"
 _NETWORK = "check the network and HF_ENDPOINT, or give a local folder"
 
 
@@ -238,7 +238,7 @@ def _explain_refusal(error: Exception, url: str, host: str) -> tuple[str, str] |
     if isinstance(error, EntryNotFoundError):
         return None  # the repository exists; `transformers` reports the missing file
     if isinstance(error, GatedRepoError):
-        return f"{host} has it only for users who accepted its terms", (
+        return f"{host} gives it only to users who accepted its terms", (
             f"accept them at {url} and log in with `hf auth login`"
         )
     if isinstance(error, RepositoryNotFoundError) or status == 404:
@@ -247,7 +247,7 @@ def _explain_refusal(error: Exception, url: str, host: str) -> tuple[str, str] |
     if status == 401:
         return f"{host} refused your access token (401)", "log in again with `hf auth login`, or correct HF_TOKEN"
     if status == 403:
-        return f"{host} refused access to it (403)", "use an access token that may read it (`hf auth login`)"
+        return f"{host} refused access to it (403)", "use an access token with read access to it (`hf auth login`)"
     if status is not None:
         return f"{host} answered with an error ({status})", "try again later, or give a local folder"
     return f"{host} cannot be reached ({first_line(error)})", _NETWORK

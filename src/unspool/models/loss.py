@@ -3,8 +3,9 @@
 No [T, V] tensor exists, only [chunk, V]. Sums and the weight's gradient are kept in fp32. Ignored tokens cost nothing
 if the number of valid tokens is known. The forward pass computes the gradients, which can be used once.
 
-For 64K tokens, hidden size 4,096, a vocabulary of 128,256 and bf16 the peak is 2.83 GiB: 1.96 for the weight's gradient
-in fp32, 0.50 for the hidden states' gradient, 0.37 for a chunk's logits, which become their own gradient in place.
+For 64K tokens, hidden size 4,096, a vocabulary of 128,256 and bf16 the peak is 2.83 GiB. Of these, 1.96 are for the
+weight's gradient in fp32, and 0.50 for the hidden states' gradient. A chunk's logits take 0.37 and become their own
+gradient in place.
 """
 
 from dataclasses import dataclass
@@ -119,7 +120,9 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.grads is None:
-            raise RuntimeError("This loss has been differentiated before; its gradients are computed once, in place.")
+            raise RuntimeError(
+                "This loss has been differentiated before; compute it again, because its gradients are used in place."
+            )
         grads, ctx.grads = ctx.grads, None
         for grad in grads:
             if grad is not None:

@@ -335,9 +335,9 @@ class NoRotation(nn.Module):
     def forward(self, hidden: Tensor, position_ids: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if self._config._attn_implementation != OWN_ATTENTION:
             raise ConfigError(
-                f"HARPE: attention {self._config._attn_implementation!r} does not support a base per head, so all "
-                f"positions would be lost; use attn_implementation={OWN_ATTENTION!r}, or export the model and load "
-                "that folder with trust_remote_code=True."
+                f"HARPE: attention {self._config._attn_implementation!r} does not support a base per head; "
+                f"use attn_implementation={OWN_ATTENTION!r}, or export the model and load it with "
+                "trust_remote_code=True."
             )
         shape = (*position_ids.shape, self.rotary_dim)
         return hidden.new_ones(1).expand(shape), hidden.new_zeros(1).expand(shape)

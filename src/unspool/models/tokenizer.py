@@ -21,7 +21,9 @@ def load_tokenizer(ref: str) -> Any:
     except UnspoolError:
         raise
     except Exception as error:  # of any type: `tokenizers` raises plain Exceptions, and files can hold anything
-        raise ConfigError(f"model {ref}: no tokenizer could be loaded ({first_line(error)}).") from error
+        raise ConfigError(
+            f"model {ref}: no tokenizer could be loaded ({first_line(error)}); add one to the model."
+        ) from error
     if not tokenizer.is_fast:
         raise ConfigError(f"model {ref}: its tokenizer has no fast version; save one as tokenizer.json in its folder.")
     if Path(ref).suffix == ".gguf":

@@ -124,7 +124,7 @@ def _read_index(folder: Path) -> dict[str, str]:
     try:
         by_name = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
         if not by_name or not all(isinstance(name, str) for name in by_name.values()):
-            raise ValueError("weight_map is no table of file names")
+            raise ValueError("weight_map is not a mapping to file names")
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise _damaged(folder, f"{INDEX} cannot be read ({first_line(error)})") from error
     names = sorted(set(by_name.values()))

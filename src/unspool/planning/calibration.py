@@ -1,6 +1,6 @@
 """Correct the cost model by measured steps of a few layers on the local GPU or CPU.
 
-Two models with 2 and 4 layers of the true shape take whole steps with the trainer's own code and the stage's settings.
+Two models with 2 and 4 layers of the true shape run whole steps with the trainer's own code and the stage's settings.
 The difference is the cost of layers; the rest is head, loss and update. Both are divided by the computed cost of the
 same models, and the factors apply to the full model. It takes six steps of a few seconds each. Long contexts are
 measured at the longest length whose steps take a few seconds.

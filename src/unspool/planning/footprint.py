@@ -1,8 +1,8 @@
 """Peak memory of one rank in a training step, by component.
 
 Every moment that can be the peak is evaluated: the loss, the backward pass of each layer, the embedding's gradient. A
-moment lists the tensors that are alive at that time, by the rules of models/memory, models/loss.py and training/optim;
-a test runs these on small models and compares bytes. A GPU computes in bf16, and several ranks keep fp32 shards; a CPU
+moment lists the tensors that are alive at that time, by the rules of models/memory, models/loss.py and training/optim.
+A test runs these on small models and compares bytes. A GPU computes in bf16, and several ranks keep fp32 shards; a CPU
 computes in fp32. The parts sum to the peak, and more tokens never take less memory.
 
 This holds for Llama-like decoders with cuDNN's workspace as in WORKSPACE. Allocator gaps and the CUDA context are not

@@ -127,7 +127,7 @@ def export(
     """Write a model folder that plain `transformers` loads: weights, config, tokenizer and model card.
 
     Before the folder appears, a fresh process loads it with plain `transformers` and computes logits, also at positions
-    beyond the old context. They must equal ours.
+    beyond the original context length. They must equal ours.
 
     Args:
         model: A model in memory, a run, one of its `stages/`, or a model folder.

@@ -56,7 +56,7 @@ def read_text(file: Path, label: str, *, kind: str) -> str:
     except UnicodeDecodeError:
         raise ConfigError(f"{label} is not UTF-8 text, so it is not a {kind}; give a YAML file.") from None
     except OSError as error:
-        raise ConfigError(f"{label} cannot be read: {error.strerror}.") from None
+        raise ConfigError(f"{label} cannot be read: {error.strerror}; correct the path or its permissions.") from None
 
 
 def read_recipe(given: str, root: Path | None = None, seen: tuple[Path, ...] = ()) -> RecipeFile:

@@ -69,7 +69,7 @@ class LaunchOptions:
                 f"`time={self.time!r}` is not a time; write minutes, hours:minutes:seconds or days-hours."
             )
         if self.host is not None and not HOST.fullmatch(self.host):
-            raise ConfigError(f"`host={self.host!r}` is not a host name or address.")
+            raise ConfigError(f"`host={self.host!r}` is not a host name or address; give one such as node1.")
         for option in self.sbatch:
             if not option.startswith("--") or not option.isprintable():
                 raise ConfigError(f"`sbatch={option!r}` must be one option of sbatch, such as --constraint=h100.")

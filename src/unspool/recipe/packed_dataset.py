@@ -38,7 +38,7 @@ NAME = "data"  # of the source, unless there are several
 
 
 class PackedDataset:
-    """Packed rows of one length, memory-mapped. A row is read from disk when it is asked for.
+    """Packed rows of one length, memory-mapped. A row is read from disk when it is indexed.
 
     `dataset[i]` is a `Row`: its tokens, the lengths of its documents, and where they differ from the default its loss
     mask, position ids and attention. `unspool.Collator` makes batches of rows.
@@ -121,7 +121,7 @@ class PackedDataset:
         """One row as stock trainers name its parts.
 
         `input_ids`, `labels` (not shifted; -100 where there is no loss), `position_ids`, and `seq_lengths`: the lengths
-        of what attends to itself.
+        of the spans that attend only to themselves.
         """
         return row_columns(self[index])
 
@@ -135,7 +135,7 @@ class PackedDataset:
             import datasets
         except ImportError as error:
             raise ConfigError("to_hf needs the package datasets: pip install datasets.") from error
-        # The digest is part of what the cache goes by, so that other rows in the same folder are not taken for these.
+        # The digest is part of what the cache goes by, so that the cache never returns other rows of the same folder.
         keys = {"folder": self.folder, "sha256": self._manifest["sha256"]}
         return datasets.Dataset.from_generator(_generate_columns, gen_kwargs=keys)
 
@@ -143,7 +143,7 @@ class PackedDataset:
         """Write the rows in the format of another library: `arrow`, `parquet`, `mds` or `megatron`.
 
         Arrow is for `datasets.load_from_disk`, MDS for `streaming.StreamingDataset`, Megatron's `data.bin` and
-        `data.idx` for its `IndexedDataset`. A warning says what a format cannot hold.
+        `data.idx` for its `IndexedDataset`. A warning lists what a format cannot store.
 
         Example:
             >>> import tempfile, unspool

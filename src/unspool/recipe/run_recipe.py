@@ -20,7 +20,7 @@ STEPS = ("tokenize", "pack", "train", "report")
 
 @dataclass(frozen=True, kw_only=True)
 class RunResult:
-    """What a run made, in its folder.
+    """Results of a run, in its folder.
 
     Example:
         >>> import unspool
@@ -59,8 +59,8 @@ def run(
 ) -> RunResult:
     """Run a recipe end to end: tokenize, pack, train, evaluate, report.
 
-    It can be killed at any time and run again: it skips finished steps, resumes an unfinished stage from its last
-    checkpoint, and redoes what changed in the recipe or its inputs.
+    You can kill it at any time and run it again. It skips finished steps, resumes an unfinished stage from its last
+    checkpoint, and redoes steps whose recipe settings or inputs changed.
 
     Args:
         recipe: A recipe file, or the name of a bundled recipe such as `tiny`.
@@ -75,7 +75,7 @@ def run(
         Counts, model folders, the headline and the page, as far as they were made.
 
     Raises:
-        ConfigError: The recipe is wrong, or an input is missing; said before any work.
+        ConfigError: The recipe is wrong, or an input is missing. Raised before any work starts.
 
     Example:
         >>> import tempfile, unspool
@@ -147,9 +147,9 @@ def _opened(loaded: LoadedRecipe, from_process_start: bool) -> Iterator[Any]:
 
 
 def _keep_compiled(out: Path) -> None:
-    """Keep compiled kernels beside the run, for the next start and the next run, unless the user has set a place.
+    """Keep compiled kernels next to the run folder, for later starts and runs, unless the user has set a folder.
 
-    Not inside of it: these files are code, and a run's folder is passed on to others.
+    They are not inside the run folder, because they are code, and users share run folders.
     """
     folder = out.absolute().parent / ".compile-cache"
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor"))

@@ -181,7 +181,7 @@ def _distillation_problems(
         if name not in rows:
             yield Problem(place=at, text=_unknown("dataset", name, list(rows)))
         elif _entries(rows[name]).get("pose"):
-            text = "its positions (pose) exceed the old context length, with nothing to preserve; use other rows."
+            text = "its positions (pose) exceed the original context length, with nothing to preserve; use other rows."
             yield Problem(place=at, text=text)
         elif length and longest and longest % length:
             text = f"rows of length {format_size(length)} do not divide the longest of attention_distillation.datasets"

@@ -33,7 +33,9 @@ class SynthResult(Result):
     """
 
     sets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # counts; `folder` is the set's folder
-    estimates: "Mapping[str, Estimate]" = field(default_factory=dict)  # instead of sets, if only these were wanted
+    estimates: "Mapping[str, Estimate]" = field(
+        default_factory=dict
+    )  # instead of sets, if only estimates were requested
 
     def to_dict(self) -> dict[str, Any]:
         return {name: found.plain() for name, found in self.estimates.items()} | dict(self.sets)

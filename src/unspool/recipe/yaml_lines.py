@@ -1,6 +1,6 @@
 """Read YAML into plain data and record the line of every key.
 
-Tags are rejected, keys are always strings, duplicate keys are reported, and scalars follow YAML 1.2: `8e6` and `1e-5`
+Tags are rejected, keys are always strings, and duplicate keys are reported. Scalars follow YAML 1.2: `8e6` and `1e-5`
 are numbers; `on`, `no` and `yes` are strings.
 """
 

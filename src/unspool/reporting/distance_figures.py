@@ -67,7 +67,7 @@ def _figure(name: str, one: Distances) -> Figure:
     ]
     half = one.row_len // 2
     far = [sum(share for edge, share in zip(one.edges, side, strict=True) if edge >= half) for side in sides]
-    note = f"{one.counted:,} of {one.rows:,} rows of {format_size(one.row_len)}; at least half a row apart: "
+    note = f"counted in {one.counted:,} of {one.rows:,} rows of {format_size(one.row_len)}; at least half a row apart: "
     note += f"{format_share(float(far[0]))} of pairs before, {format_share(float(far[1]))} after"
     label = f"Pairs of tokens of the same document in rows of {name}, by distance, before and after chunks were moved."
     drawing = pair_bars(pairs, label=label, x_title="distance in tokens (lower edge)")

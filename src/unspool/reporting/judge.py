@@ -1,4 +1,4 @@
-"""`unspool.judge` and `unspool.check_judge`: let a model grade answers, and compare it with people."""
+"""`unspool.judge` and `unspool.check_judge`: let a model grade answers, and compare its grades with human grades."""
 
 import logging
 from collections.abc import Mapping
@@ -75,7 +75,7 @@ def judge(
 ) -> JudgeResult:
     """Let a model grade answers that no rule can score, by HELMET's protocols.
 
-    Replies are cached beside the scores, so a killed call resumes and no request is sent twice. The grades replace the
+    Replies are cached next to the scores, so a killed call resumes and no request is sent twice. The grades replace the
     missing scores in the folder.
 
     Args:
@@ -116,10 +116,10 @@ def judge(
 
 
 def check_judge(graded: str | Path, **settings: Unpack[JudgeSettings]) -> Agreement:
-    """Compare a judge with people on answers that people have graded from 0 to 3.
+    """Compare a judge's grades with human grades from 0 to 3.
 
     Args:
-        graded: JSONL with question, references, output and label (0 to 3). Replies are cached in a file beside it.
+        graded: JSONL with question, references, output and label (0 to 3). Replies are cached in a file next to it.
         **settings: `url` and `model_name` of a server, or `model` in this process; `requests`, `timeout`, `again`.
 
     Returns:

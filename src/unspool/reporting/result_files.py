@@ -26,7 +26,7 @@ def read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8 text.") from error
+        raise DataError(f"{path} is not UTF-8 text; restore the file.") from error
 
 
 def json_object(path: Path) -> dict[str, Any]:

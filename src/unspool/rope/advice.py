@@ -216,7 +216,7 @@ def verdict(advice: Advice) -> list[tuple[str, str]]:
         passing = f"the smallest base of two digits with B(m) ≥ 0 at every distance below {target}"
         men = f"{format_base(advice.bound)}, {passing}; good models have been trained on both sides of it"
     factor = advice.context_len / advice.rope.original_len
-    ntk = f"{format_base(advice.ntk_base)}, for {factor:g} times the length (ProLong trained with twice what it gives)"
+    ntk = f"{format_base(advice.ntk_base)}, for {factor:g} times the length (ProLong trained with twice this base)"
     return [("bound of Men et al.", men), ("NTK rule", ntk)]
 
 

@@ -5,8 +5,9 @@ distance m, for queries and keys with independent entries. If it is negative, si
 
 Every distance is evaluated in float64. Whether B(m) ≥ 0 up to a length is not monotone in the base: a larger base may
 fail where a smaller one passes. So bases are tried in ascending order, not by bisection. The bound depends on the grid
-of bases: a finer grid may find a smaller base (128K, d = 128: 8.8e6 among bases of two digits, 4.87e6 among those of
-three), so published bounds differ. The authors call their bound not strict: use it as an order of magnitude.
+of bases, so published bounds differ: a finer grid may find a smaller base. At 128K and d = 128 it is 8.8e6 among bases
+of two digits, and 4.87e6 among those of three. The authors call their bound not strict: use it as an order of
+magnitude.
 """
 
 from collections.abc import Callable, Iterable, Iterator

@@ -44,7 +44,7 @@ class HARPE(RopeMethod):
 
     bases: Literal["uniform", "printed", "search"] = Field(
         default="uniform",
-        description="How the bases are chosen: `uniform` spaces them evenly from `low` to `high`, `printed` takes the "
+        description="Choice of bases: `uniform` spaces them evenly from `low` to `high`, `printed` takes the "
         "paper's list for 32 KV heads, `search` runs the paper's search.",
     )
     low: float | None = Field(

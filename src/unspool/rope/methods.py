@@ -58,7 +58,7 @@ class Factor(RopeMethod):
     )
     original: Size | None = Field(
         default=None,
-        description="Context length that the factor counts from. Default: the length that the model's unscaled RoPE "
+        description="Context length that the factor multiplies. Default: the length that the model's unscaled RoPE "
         "base was trained for.",
     )
 
@@ -162,12 +162,12 @@ class NTKByParts(Factor):
     beta_fast: float = Field(
         default=32,
         gt=0,
-        description="Dimensions that turn more often than this over the original length keep their frequency.",
+        description="Dimensions with more rotations than this over the original length keep their frequency.",
     )
     beta_slow: float = Field(
         default=1,
         gt=0,
-        description="Dimensions that turn less often than this over the original length are fully interpolated.",
+        description="Dimensions with fewer rotations than this over the original length are fully interpolated.",
     )
     truncate: bool = Field(
         default=True, description="Round the borders of the partly interpolated range outward to whole dimensions."
@@ -296,13 +296,13 @@ class Llama3(Factor):
     low_freq_factor: float = Field(
         default=1,
         gt=0,
-        description="Dimensions that turn less often than this over the original length have their frequency divided "
+        description="Dimensions with fewer rotations than this over the original length have their frequency divided "
         "by `factor`.",
     )
     high_freq_factor: float = Field(
         default=4,
         gt=0,
-        description="Dimensions that turn more often than this over the original length keep their frequency.",
+        description="Dimensions with more rotations than this over the original length keep their frequency.",
     )
 
     @model_validator(mode="after")

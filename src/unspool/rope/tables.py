@@ -191,7 +191,7 @@ def _dynamic(p: Mapping[str, Any], dim: int, max_positions: int, seq_len: int | 
 
 
 def ntk_base(base: float, stretch: float, dim: int) -> float:
-    """Return the base at which the slowest dimension turns `stretch` times slower."""
+    """Return the base at which the slowest dimension rotates `stretch` times slower."""
     return float(base * stretch ** (dim / (dim - 2)))
 
 
@@ -200,7 +200,7 @@ def _yarn(p: Mapping[str, Any], dim: int, max_positions: int, seq_len: int | Non
     own = plain_frequencies(base, dim)
 
     def dimension(turns: float) -> float:
-        """Return the index of the dimension that makes this many turns over the original length."""
+        """Return the index of the dimension with this many rotations over the original length."""
         original = p["original_max_position_embeddings"]
         return float(dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(base)))
 
@@ -208,7 +208,7 @@ def _yarn(p: Mapping[str, Any], dim: int, max_positions: int, seq_len: int | Non
     if p.get("truncate", True):
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, dim - 1)
-    # Linear in the dimension's index, as in `transformers`; the paper's ramp is linear in the number of turns.
+    # Linear in the dimension's index, as in `transformers`; the paper's ramp is linear in the number of rotations.
     ramp = np.clip((np.arange(len(own)) - first) / ((last - first) or 0.001), 0, 1)
     attention = p.get("attention_factor")
     if attention is None:

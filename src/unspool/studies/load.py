@@ -99,7 +99,11 @@ def _name_problems(data: Mapping[str, Any], specs: list[ArmSpec]) -> list[Proble
             if other not in known:
                 problems.append(Problem(place=(*spec.place, "against"), text=unknown_arm(other, known)))
             elif other == spec.name:
-                problems.append(Problem(place=(*spec.place, "against"), text="an arm cannot be compared with itself."))
+                problems.append(
+                    Problem(
+                        place=(*spec.place, "against"), text="an arm cannot be compared with itself; name another arm."
+                    )
+                )
     return problems
 
 

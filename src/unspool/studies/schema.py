@@ -18,7 +18,7 @@ KEYS = {
     "out": "Folder of the study. Default: runs/NAME.",
     "set": "Values to change in all arms, by path, as with `--set`.",
     "arms": "The arms by name. Required, unless there is a `grid`.",
-    "grid": "Paths with several values each; every combination becomes an arm. A mapping names the values.",
+    "grid": "Paths with several values each; every combination becomes an arm. Use a mapping to name the values.",
     "seeds": "Seeds under which each arm runs. Default: [0, 1].",
     "baseline": "Arm that the others are compared with. Default: the first arm.",
     "compare": "Measures that rank the arms, such as niah/32K, helmet/rag/32K or perplexity/16K-32K; `*` matches any "
@@ -27,7 +27,7 @@ KEYS = {
     "paper": "Numbers of a paper's table, shown next to the results.",
 }
 ARM_KEYS = {
-    "set": "Values that this arm changes, by path, after those of the study.",
+    "set": "Values that this arm changes, by path, after the study's values.",
     "seeds": "Seeds of this arm. Default: the study's `seeds`.",
     "stage": "Stage whose scores count for this arm. Default: the last stage.",
     "against": "Arm, or list of arms, to compare this arm with instead of the baseline.",

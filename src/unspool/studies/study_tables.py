@@ -7,7 +7,7 @@ from rich.table import Table
 
 from unspool.core.sizes import format_count
 
-# Measures beside the ranking; more do not fit a terminal, and study.md has them all.
+# Measures in addition to the ranking; more do not fit a terminal, and study.md has them all.
 MAX_COLUMNS = 6
 
 

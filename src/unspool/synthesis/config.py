@@ -20,7 +20,7 @@ REJECT_REASONS = {
     "too_long": "the answer has more than answer_words words",
     "repeats": "the text repeats itself too often",
     "echoes": "the answer only repeats the question",
-    "refers": "the text mentions a snippet or passage that its reader does not see",
+    "refers": "the text mentions a snippet or passage that its reader does not have",
     "unsupported": "the text lacks too many words of the answer, or one of its numbers",
     "judged_unsupported": "the judge says that the text does not support the answer",
     "judge_unparsable": "the judge's reply does not have the requested form",
@@ -53,11 +53,11 @@ class ServerGenerator(AnyGenerator):
     )
     temperature: float = Field(0.7, ge=0, le=2, description="Sampling temperature; 0 is greedy decoding.")
     top_p: float = Field(
-        1.0, gt=0, le=1, description="Nucleus sampling: smallest probability mass that is sampled from."
+        1.0, gt=0, le=1, description="Nucleus sampling: sample from the most likely tokens of this total probability."
     )
-    requests_per_minute: float | None = Field(None, gt=0, description="Most requests per minute. Default: no limit.")
+    requests_per_minute: float | None = Field(None, gt=0, description="Maximum requests per minute. Default: no limit.")
     tokens_per_minute: float | None = Field(
-        None, gt=0, description="Most tokens per minute, prompts and longest replies together. Default: no limit."
+        None, gt=0, description="Maximum tokens per minute, of prompts and longest replies together. Default: no limit."
     )
     timeout: float = Field(120.0, gt=0, description="Seconds until a reply must begin. It must be complete 60 s later.")
     attempts: int = Field(6, ge=1, description="Attempts per request.")
@@ -107,7 +107,7 @@ class ChecksConfig(Config):
         0.5, ge=0, le=1, description="Smallest share of an answer's content words that must occur in its text."
     )
     near: float = Field(
-        0.7, gt=0, le=1, description="Jaccard similarity of word triples from which a text counts as a near-duplicate."
+        0.7, gt=0, le=1, description="Minimum Jaccard similarity of word triples at which a text is a near-duplicate."
     )
     answer_words: int = Field(400, ge=1, description="Longest answer in words. Summaries may be three times as long.")
 
@@ -138,7 +138,7 @@ class SynthConfig(Config):
         description="Share of tokens for each kind of conversation. Only the proportions count.",
     )
     tokens: Size | None = Field(None, description="Tokens to generate. Default: as many as the documents allow.")
-    documents: Size | None = Field(None, description="Most documents to use. Default: all.")
+    documents: Size | None = Field(None, description="Maximum number of documents to use. Default: all.")
     per_document: int = Field(
         1,
         ge=1,
@@ -146,8 +146,8 @@ class SynthConfig(Config):
     )
     length: Size = Field(32768, description="Longest conversation, in tokens.")
     min_tokens: Size = Field(4096, description="Documents shorter than this are skipped. At least twice `chunk`.")
-    chunk: Size = Field(1024, description="Tokens of the part that a question is about, and of a RAG passage.")
-    passages: int = Field(32, ge=2, description="Most passages in a RAG conversation.")
+    chunk: Size = Field(1024, description="Tokens per document part that a question is about, and per RAG passage.")
+    passages: int = Field(32, ge=2, description="Maximum number of passages in a RAG conversation.")
     summary_chunk: Size = Field(4096, description="Tokens per part that is summarized at once.")
     summary_group: int = Field(8, ge=2, description="Number of summaries that are merged into one.")
     templates: str | None = Field(

@@ -168,9 +168,8 @@ def pad_batch(batch: Batch, unit: int, *, own_document: bool) -> Batch:
 def sequence_part(length: int, rank: int, degree: int, *, ring: int = 1) -> Tensor:
     """Return int64[length / degree]: ascending indices of the tokens that `rank` computes.
 
-    A ring splits the row into two pieces per rank and pairs the first piece with the last, the second with the second
-    to last, and so on, so that all ranks attend to equally many tokens. Each pair is then split among the Ulysses
-    ranks.
+    A ring splits the row into two pieces per rank. It pairs the first piece with the last, the second with the second
+    to last, and so on, so that all ranks have equal work. Each pair is then split among the Ulysses ranks.
     """
     indices = torch.arange(length)
     if ring > 1:

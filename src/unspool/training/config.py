@@ -125,8 +125,8 @@ class ReportedHours(Config):
 
     source: str = Field(min_length=1, description="Paper and table.")
     gpu: str = Field(min_length=1, description="Device that the hours refer to, such as H100.")
-    gpu_hours: float = Field(gt=0, description="Hours of all devices together.")
-    tokens: Size = Field(description="Tokens that were trained on in this time.")
+    gpu_hours: float = Field(gt=0, description="Total device hours.")
+    tokens: Size = Field(description="Tokens trained on in these hours.")
     why: str | None = Field(None, description="Possible reason for a difference from the plan.")
 
 
@@ -181,7 +181,7 @@ class StageConfig(Config):
         AdamWConfig(), description="Optimizer, and the precision of its weights and states."
     )
     optimizer_state: Literal["keep", "reset"] = Field(
-        "keep", description="Whether to keep or reset the optimizer state of the stage that this one starts from."
+        "keep", description="Keep or reset the optimizer state of the stage that this one starts from."
     )
     activation_checkpointing: Recompute = Field(
         "none",
@@ -197,7 +197,7 @@ class StageConfig(Config):
         "keep-attention`.",
     )
     keep_on_host: int = Field(
-        0, ge=0, description="Number of the layers of `keep_products` that keep everything in host memory."
+        0, ge=0, description="How many of the `keep_products` layers keep their results in host memory."
     )
     mlp_tiles: Size | None = Field(None, description="Tokens per tile of norms and MLPs. Default: no tiling.")
     attention_heads_at_once: int | None = Field(
@@ -214,7 +214,9 @@ class StageConfig(Config):
         description="Steps between exports that are also scored, after the stage has ended. Default: score only the "
         "final model.",
     )
-    guard: GuardConfig = Field(GuardConfig(), description="What to do about steps whose loss or gradient is wrong.")
+    guard: GuardConfig = Field(
+        GuardConfig(), description="What to do if a step's loss or gradient is not finite or too large."
+    )
     validation: ValidationConfig | None = Field(
         None, description="Measure held-out loss by position during the stage. Default: no validation."
     )

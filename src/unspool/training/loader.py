@@ -165,5 +165,5 @@ def find_gaps(entries: Iterable[Mapping[str, Any]], sizes: Mapping[str, int], *,
             of_epoch = drawn[begin : begin + size]
             # A full epoch without a repeated row has no missing row.
             if len(set(of_epoch)) != len(of_epoch) or not set(of_epoch) <= set(range(size)):
-                problems.append(f"dataset {name}: a row comes twice in epoch {epoch + 1}, so another is missing")
+                problems.append(f"dataset {name}: a row appears twice in epoch {epoch + 1}, so another is missing")
     return problems

@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 # Types of devices that compute while the host logs.
 LOGGED_LATE = ("cuda",)
-# The last step needs no checkpoint if repeating the steps since the previous one takes less time than writing it: the
+# The last step needs no checkpoint if repeating the steps since the previous one takes less time than writing it. The
 # export follows at once, so only a kill before its end costs these steps. A checkpoint of an 8B model takes as long to
 # write as its export.
 CHEAP_S = 300.0
@@ -145,7 +145,7 @@ class StepLog:
         self._waiting: tuple[int, float, StepBatches, Callable[[], StepResult]] | None = None
 
     def add(self, step: int, lr: float, batches: StepBatches, found: Callable[[], StepResult]) -> None:
-        assert self._waiting is None, "the step before is not settled"
+        assert self._waiting is None, "the previous step is not finished"
         self._waiting = step, lr, batches, found
 
     def settle(self) -> None:

@@ -108,9 +108,9 @@ class StopRequest:
 def catch_stop_signals(name: str, *, ranks: int = 1) -> Iterator[StopRequest]:
     """Inside the context, the first SIGTERM or Ctrl-C only sets `signal`, so that the step can be finished and saved.
 
-    A second signal ends the process at once, except SIGTERM in a job of several `ranks`: Slurm sends it to every
-    process of a job, and torchrun sends it to its ranks again. Works only in the main thread, where Python delivers
-    signals. Exit codes follow the shell: 143 for SIGTERM (which Slurm sends before it preempts a job), 130 for Ctrl-C.
+    A second signal ends the process at once, except SIGTERM in a job of several `ranks`. There, Slurm sends it to every
+    process, and torchrun sends it to its ranks again. Works only in the main thread, where Python delivers signals.
+    Exit codes follow the shell: 143 for SIGTERM (which Slurm sends before it preempts a job), 130 for Ctrl-C.
     """
     stop = StopRequest()
     if threading.current_thread() is not threading.main_thread():

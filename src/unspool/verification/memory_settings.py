@@ -25,7 +25,7 @@ POLICIES: dict[str, tuple[str, dict[str, Any]]] = {
     "activation-checkpointing": ("activation checkpointing of every layer", _FULL),
     "keep-attention": ("activation checkpointing that keeps attention outputs", _KEEP_ATTENTION),
     "keep-products": (
-        "also keeps the matrix products of two layers, one of which is in host memory",
+        "also keeps the matrix products of two layers, those of one layer in host memory",
         _KEEP_ATTENTION | {"keep_products": 2, "keep_on_host": 1},
     ),
     "layers-per-checkpoint": ("two layers per activation checkpoint", _FULL | {"layers_per_checkpoint": 2}),

@@ -143,5 +143,5 @@ def test_a_string_that_is_not_utf8_costs_one_record(tmp_path):
 
 def test_a_folder_without_conversations_is_refused(tmp_path):
     (tmp_path / "data").mkdir()
-    with pytest.raises(ConfigError, match=r"holds no .* or .parquet files; give a source of kind chat"):
+    with pytest.raises(ConfigError, match=r"holds no .* or .parquet files; a source of kind chat needs"):
         read(tmp_path / "data")

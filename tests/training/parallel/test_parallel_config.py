@@ -58,7 +58,7 @@ def test_what_fits_is_taken(changes):
         ({"work": {"num_heads": 12, "num_kv_heads": 4}, "world_size": 6, "ulysses": 6}, "use 1, 2, 4 or 12"),
         (
             {"ulysses": 8, "work": {"kv_heads_at_once": 3}},
-            "attention_heads_at_once=3 .*; set that to 2, 4 or 8, or ulysses to 1\\.",
+            "attention_heads_at_once=3 .*; set attention_heads_at_once to 2, 4 or 8, or ulysses to 1\\.",
         ),
         ({"ring": 2}, "ring=2 does not support document masks.*; use ring 1 and ulysses, or attention: full"),
         (

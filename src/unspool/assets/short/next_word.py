@@ -10,7 +10,7 @@ from typing import Any
 import zstandard
 
 BOOKS = Path(__file__).parents[1] / "demo" / "heldout.jsonl.zst"
-WORDS = 24  # before the one that is asked for
+WORDS = 24  # before the word to predict
 QUESTIONS = {"train": 20, "test": 100}
 
 

@@ -5,8 +5,8 @@ as a datatrove pipeline on any executor. The source is divided into tasks, and e
 does not depend on the number of workers.
 
 Every record is in the corpus, in quarantine, or counted under the reason why it was skipped. After a kill, the next
-build repeats only missing and damaged tasks. A partial folder made from other inputs or settings is set aside. With a
-limit, documents are kept in order up to and including the one that reaches it.
+build repeats only missing and damaged tasks. A partial folder made from other inputs or settings is renamed and kept.
+With a limit, documents are kept in order up to and including the one that reaches it.
 """
 
 from __future__ import annotations
@@ -233,8 +233,8 @@ def _check_unchanged(source: Source, units: list[Path], digest_before: str, part
     if changed:
         remove(partial)
         raise DataError(
-            f"corpus {partial.stem}: a file of the source changed during reading; run the same command again when "
-            "no program writes to the source any more."
+            f"corpus {partial.stem}: a file of the source changed during reading; stop the program that "
+            "writes to it, and run the same command again."
         )
 
 

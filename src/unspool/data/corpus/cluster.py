@@ -92,7 +92,7 @@ class SlurmTasks(Tasks, SlurmPipelineExecutor):  # type: ignore[misc]
         if missing and must_finish:
             raise DataError(
                 f"Slurm job {job} ended without task {missing[0]}{_and_others(len(missing) - 1)}: out of time "
-                f"(engine.time), out of memory (engine.memory_gb) or cancelled; the logs are in {self.work}/slurm_logs."
+                f"(engine.time), out of memory (engine.memory_gb) or canceled; the logs are in {self.work}/slurm_logs."
             )
 
 

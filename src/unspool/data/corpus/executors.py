@@ -213,7 +213,7 @@ def only_run(work: Path) -> Iterator[None]:
 
 
 def wait_for_orphans(work: Path) -> None:
-    """Wait until no task of a killed run is running any more."""
+    """Wait until all tasks of a killed run have ended."""
     problem = f"{work.parent}: tasks of an earlier run are still running here; wait for them to end, or stop them."
     with _locked(work / "tasks.lock", fcntl.LOCK_EX, seconds=ORPHAN_SECONDS, problem=problem):
         pass

@@ -1,6 +1,6 @@
 """The steps of the corpus pipeline, as datatrove runs them: read, tokenize, write.
 
-What task r writes depends only on its own part of the source, so the result is the same for any executor and any
+The output of task r depends only on its own part of the source. So the result is the same for any executor and any
 number of workers. A task's files are complete before datatrove marks it as completed.
 """
 

@@ -81,7 +81,7 @@ def build_rows(
     settings: dict[str, Any] = {"dataset": dumped, "name": name, "seed": seed}
     if len(config.shares) > 1:
         settings["shares_of"] = "trained tokens"
-    # Padding is never a prediction target and no document sees it, so without EOS any token will do.
+    # Padding is never a prediction target, and no document attends to it, so without EOS any token works.
     pad = tokenizer.eos_token_id or 0
     if config.packing == "best_fit":
         settings["padding"] = pad
@@ -255,8 +255,8 @@ def _report_shares(name: str, shares: Mapping[str, Mapping[str, float]]) -> None
     worst = max(off, key=lambda source: off[source])
     if off[worst] > TOLERANCE:
         logger.warning(
-            f"dataset {name}: the share of source {worst} is off by {off[worst]:.2%}; there are too few rows or too "
-            "little text, for shares this exact"
+            f"dataset {name}: the share of source {worst} is off by {off[worst]:.2%}: too few rows or too little text. "
+            "Add text, or change the shares."
         )
 
 

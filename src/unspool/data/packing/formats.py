@@ -1,9 +1,9 @@
 """Write packed rows for other libraries: Arrow and Parquet (`datasets`), MDS (`streaming`), Megatron's .bin and .idx.
 
 Each format holds what its readers can use. Arrow and Parquet have the columns of `row_columns`. MDS has those of
-ProLong's data: `indices`, the [start, end) of each part that attends to itself, and `mask`, 0 for a token that is not a
-prediction target. Megatron's files hold tokens and two levels of boundaries: a Megatron document is a row, and a
-Megatron sequence is a document. A warning lists what a format omits.
+ProLong's data: `indices` and `mask`. `indices` has the [start, end) of each span that attends only to itself. `mask` is
+0 for a token that is not a prediction target. Megatron's files hold tokens and two levels of boundaries: a Megatron
+document is a row, and a Megatron sequence is a document. A warning lists what a format omits.
 """
 
 import json
@@ -38,7 +38,7 @@ def row_columns(row: Row) -> dict[str, np.ndarray]:
     """Return one row with the column names of stock trainers.
 
     `input_ids`, `labels` (not shifted; -100 where there is no loss), `position_ids`, and `seq_lengths`: the lengths of
-    the parts that attend only to themselves.
+    the spans that attend only to themselves.
     """
     attended = attended_lens(row.doc_lens, row.attention)
     shifted = labels(row.tokens, row.doc_lens, row.loss_mask)

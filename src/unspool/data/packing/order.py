@@ -96,7 +96,7 @@ class Order:
         return map(self._open, self._draw())
 
     def stretches(self) -> Iterator[Iterator[Doc]]:
-        """Yield the same documents in stretches, none of which holds a document twice."""
+        """Yield the same documents in groups without repeated documents."""
         return (map(self._open, spans) for _, spans in groupby(self._draw(), _numbered()))
 
     @property

@@ -1,9 +1,9 @@
 """Keep the shares of several sources in one dataset, counted in trained tokens.
 
-How many of a document's tokens are trained on is known only when its row is finished: truncation, a loss mask or a
-strategy may remove most of them. So the next document always comes from the source that is furthest behind its share.
-This counts the trained tokens in finished rows and, for documents that wait for a row, an estimate from the source's
-earlier documents.
+The number of a document's trained tokens is known only when its row is finished. Truncation, a loss mask or a strategy
+may remove most of them. So the next document always comes from the source that is furthest behind its share. This
+counts the trained tokens in finished rows and, for documents that wait for a row, an estimate from the source's earlier
+documents.
 
 One document can be longer than the share of its source. `target` estimates the size of the dataset when it reaches its
 limit or a source runs out. If a whole document would move the share by more than `CUT_FROM`, it is cut where its source

@@ -227,7 +227,7 @@ def _decimal(digits: bytes) -> int:
 
 def _name(block: bytes) -> str:
     name, prefix = (field.split(b"\0", 1)[0] for field in (block[:100], block[345:500]))
-    # GNU's own format has another magic, and times instead of the prefix.
+    # GNU's own format has another magic value, and timestamps in place of the prefix.
     return _text(prefix + b"/" + name if prefix and block[257:263] == b"ustar\0" else name)
 
 

@@ -51,7 +51,7 @@ def find_files(path: str, root: Path, *, kind: str, endings: tuple[str, ...]) ->
         found = [file for file in found if file.name.endswith(endings) and file.is_file()]
         if not found:
             wanted = "plain text" if "" in endings else " or ".join(endings)
-            raise ConfigError(f"folder {full} holds no {wanted} files; give a source of kind {kind} at least one.")
+            raise ConfigError(f"folder {full} holds no {wanted} files; a source of kind {kind} needs at least one.")
         return sorted(found)
     # glob.glob instead of Path.glob, which rejects absolute patterns.
     matches = sorted(file for file in map(Path, glob.glob(str(full), recursive=True)) if file.is_file())  # noqa: PTH207

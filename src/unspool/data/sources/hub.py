@@ -1,9 +1,9 @@
 """Source kind `hf`: Hugging Face datasets from the Hub or a folder, read without the `datasets` library.
 
-Configuration and split are found by the Hub's rules: first the `configs` of the dataset card, then names like
-data/train-00000-of-00002.parquet, then folders or files named after a split; otherwise all files are `train`. If a
-split has files of several formats, the most frequent format is read, as on the Hub. A dataset on the Hub is streamed
-only as far as needed (hub_stream.py).
+Configuration and split are found by the Hub's rules. The first match of these counts: the `configs` of the dataset
+card, names like data/train-00000-of-00002.parquet, folders or files named after a split. Otherwise all files are
+`train`. If a split has files of several formats, the most frequent format is read, as on the Hub. A dataset on the Hub
+is streamed only as far as needed (hub_stream.py).
 """
 
 import json
@@ -143,7 +143,9 @@ def _folder_files(source: HfSource, folder: Path) -> list[Path]:
     text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
     chosen = _choose_files(source, names, text, str(folder))
     if not chosen:
-        raise ConfigError(f"folder {folder} holds no Parquet, JSONL or Arrow files for split {source.split!r}.")
+        raise ConfigError(
+            f"folder {folder} holds no Parquet, JSONL or Arrow files for split {source.split!r}; correct path or split."
+        )
     return [folder / name for name in chosen]
 
 
@@ -172,7 +174,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"{path}: cannot be read as JSON ({first_line(error)}).") from error
+        raise DataError(f"{path}: cannot be read as JSON ({first_line(error)}); download it again.") from error
     if not isinstance(content, dict):
         raise DataError(f"{path}: expected a JSON object, not {type(content).__name__}.")
     return content
@@ -230,7 +232,9 @@ def _card_configs(card: str, where: str) -> dict[str, dict[str, Any]]:
     try:
         content = yaml.safe_load(head[1]) if head else None
     except yaml.YAMLError as error:
-        raise DataError(f"{where}: the front matter of README.md is not valid YAML ({first_line(error)}).") from error
+        raise DataError(
+            f"{where}: the front matter of README.md is not valid YAML ({first_line(error)}); correct it."
+        ) from error
     configs = content.get("configs") if isinstance(content, dict) else None
     entries = configs if isinstance(configs, list) else []
     return {str(entry["config_name"]): entry for entry in entries if isinstance(entry, dict) and "config_name" in entry}
@@ -326,7 +330,9 @@ def _find_remote(source: HfSource, looked_for: Path) -> list[Path]:
             f"without a network, run `{command}` on a machine that has one and give that folder as path."
         ) from error
     if not chosen:
-        raise ConfigError(f"{name} holds no Parquet, JSONL or Arrow files for split {source.split!r}.")
+        raise ConfigError(
+            f"{name} holds no Parquet, JSONL or Arrow files for split {source.split!r}; correct path or split."
+        )
     return sorted(hub_path(source.path, revision, name) for name in chosen)
 
 

@@ -410,7 +410,7 @@ def _check_tokens(values: np.ndarray, column: str) -> np.ndarray:
         found = f"{values.ndim} dimensions of {values.dtype}"
         raise Unreadable("not_tokens", f"column {column!r} must hold one row of whole numbers, not {found}")
     if len(values) and not (values.min() >= 0 and values.max() < 1 << 32):
-        raise Unreadable("not_tokens", f"column {column!r} holds {values.min()} to {values.max()}; tokens take 32 bits")
+        raise Unreadable("not_tokens", f"column {column!r} holds {values.min()} to {values.max()}; use 32-bit ids")
     # Always copy, because the values may be unaligned.
     return values.astype(np.uint32)
 

@@ -1,8 +1,8 @@
-"""Source kind `recall`: generated documents that state facts and ask for them again, at any length.
+"""Source kind `recall`: generated documents that state facts, then ask questions about them, at any length.
 
 Ordinary text requires recall so rarely that a small model never learns it. Here every document holds many questions
-with their answers, worded as in the evaluations: facts hidden in prose, and a JSON object followed by entries to
-complete. Some documents are repeated word lists: both tasks build on copying, and such lists teach copying fastest.
+with their answers, worded as in the evaluations. There are facts hidden in prose, and JSON objects followed by entries
+to complete. Some documents are repeated word lists: both tasks build on copying, and such lists teach copying fastest.
 
 Keys are distinct within a document, and every answer is stated before its question. Lengths are approximate, from
 average token counts.
@@ -34,7 +34,7 @@ Tokenize = Callable[..., dict[str, list[list[int]]]]  # has the call signature o
 
 
 class RecallSource(GeneratedSource):
-    """Generated documents that state facts and ask for them again."""
+    """Generated documents that state facts, then ask questions about them."""
 
     kind: Literal["recall"]
     prose: str = Field(description="JSONL or text files whose text surrounds the facts.")
@@ -48,7 +48,9 @@ class RecallSource(GeneratedSource):
         description="Share of documents that are repeated word lists, from which a model first learns to copy.",
     )
     asked: float = Field(
-        1.0, gt=0, description="Questions per key of the largest objects. Values below 1 leave room for larger objects."
+        1.0,
+        gt=0,
+        description="Number of questions per key in the largest JSON objects. Values below 1 allow larger objects.",
     )
 
     min_length: ClassVar[int] = 48

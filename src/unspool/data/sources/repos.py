@@ -61,7 +61,7 @@ class ReposSource(FileSource):
         if full.is_file():
             if not is_archive(full):
                 raise ConfigError(
-                    f"{full} is not an archive; give a source of kind repos folders or {', '.join(ENDINGS)}."
+                    f"{full} is not an archive; a source of kind repos reads folders or {', '.join(ENDINGS)}."
                 )
             return [full]
         if full.is_dir():

@@ -10,7 +10,7 @@ range of repositories reads it. Disk: the text, compressed by zstd. Memory per w
 times the largest document if that is more.
 
 Every Parquet record is counted once: the first file of a document as the document, further files as "joined", skipped
-files by their reason; `left_out` lists them by path.
+files by their reason. `left_out` lists skipped files by path.
 """
 
 import json

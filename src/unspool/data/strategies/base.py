@@ -1,7 +1,7 @@
 """Base class of packing strategies: a config class that fills rows, changes packed rows, or both.
 
 A strategy is one key of a dataset in a recipe. Its class is in the file of its algorithm, imports heavy packages late,
-and implements the whole interface: checker, builder, model card and viewers know no strategy by name.
+and implements the whole interface. Checker, builder, model card and viewers contain no strategy's name.
 """
 
 from collections.abc import Callable, Mapping, Sequence

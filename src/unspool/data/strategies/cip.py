@@ -40,7 +40,7 @@ class CIP(StrategyConfig):
 
     pieces: int = Field(default=2, ge=2, le=64, description="Chunks per document.")
     split: Split = Field(
-        default="random", description="Where documents are split: at random points, or into chunks of equal length."
+        default="random", description="How documents are split: at random points, or into chunks of equal length."
     )
     longest: Size | None = Field(
         default=None, description="Documents longer than this are first cut into several. Default: no limit."

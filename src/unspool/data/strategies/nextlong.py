@@ -6,17 +6,18 @@ most `chunk` tokens; all documents of all sources are indexed in such chunks. Th
 number of negatives, and the last one is cut at the end of the row. Chunks keep their order. No negative comes from the
 document itself or is used twice in a row, and nothing is random.
 
-A negative that repeats the row (half of its sampled stretches of 8 tokens) is skipped, and so are all chunks of a
-document that repeats this one: they would be right continuations. Documents above `longest` (default: a quarter of the
-row) are cut into equal parts with a row each; under `packing: truncate`, only the first part is used. Dropped are
-documents of one chunk (`short`) and those whose row the rest of the corpus cannot fill (`alone`); both still serve as
-negatives.
+A negative that repeats the row (half of its sampled 8-grams of tokens) is skipped. All chunks of a document that
+repeats this one are skipped too, because they would be correct continuations. Documents above `longest` (default: a
+quarter of the row) are cut into equal parts with a row each. Under `packing: truncate`, only the first part is used.
+Documents of one chunk (`short`), and documents whose row the rest of the corpus cannot fill (`alone`), are dropped.
+Both still serve as negatives.
 
 The authors' repository (Gao et al., arXiv 2501.12766) has the function that cuts documents and the name of the
-embedding model, but not the program that fills rows. Known are the place of negatives (after their chunk), top-k
-retrieval and the loss on every token. Decided here: chunks of 512 tokens instead of 2,048 characters of whole lines; as
-many negatives as fill the row, spread evenly; BM25 by default instead of embeddings; no negatives from the document or
-its copies, and none twice in a row; no separators; `longest` a quarter of the row, as the paper uses short documents.
+embedding model. It lacks the program that fills rows. The paper states where negatives go (after their chunk), top-k
+retrieval and the loss on every token. Our choices: chunks of 512 tokens instead of 2,048 characters of whole lines; as
+many negatives as fill the row, spread evenly; BM25 by default instead of embeddings. There are no negatives from the
+document or its copies, none twice in a row, and no separators; `longest` a quarter of the row, as the paper uses short
+documents.
 """
 
 import logging

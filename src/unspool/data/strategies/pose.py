@@ -43,7 +43,7 @@ class PoSE(StrategyConfig):
         default=2,
         ge=2,
         le=64,
-        description="Number of stretches of consecutive positions per attended unit (row or document).",
+        description="Number of spans of consecutive positions per attended unit (row or document).",
     )
 
     def check(self, dataset: "DatasetConfig") -> None:

@@ -27,7 +27,7 @@ class Upsample(StrategyConfig):
     name: ClassVar[str] = "upsample"
     title: ClassVar[str] = "long documents upsampled"
 
-    above: Size = Field(description="Length in tokens from which a document counts as long.")
+    above: Size = Field(description="Minimum length of a long document, in tokens.")
     times: float = Field(
         default=5.0,
         ge=1,

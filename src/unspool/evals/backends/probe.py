@@ -101,7 +101,7 @@ def _warn(found: ServerAbilities, tokenizer: Any, count: int | None, ids: list[i
     elif count is not None and count - len(ids) not in (0, len(opening_ids(tokenizer))):
         logger.warning(
             f"the server counts {count} tokens, but this tokenizer counts {len(ids)}. Check that it belongs to the "
-            "server's model. Lengths count this tokenizer's tokens."
+            "server's model. All lengths are counted with this tokenizer."
         )
 
 

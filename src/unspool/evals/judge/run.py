@@ -197,13 +197,13 @@ def _write_back(folder: Path, samples: Sequence[Sample]) -> dict[str, Any]:
     return summary
 
 
-# Agreement of a judge with people, on answers that people graded 0 to 3
+# Agreement of a judge with human grades, from 0 to 3
 GRADES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class Agreement(Result):
-    """How far a judge agrees with people.
+    """Agreement of a judge with human grades.
 
     Example:
         >>> import unspool
@@ -227,7 +227,7 @@ class Agreement(Result):
 
 
 def measure_agreement(path: Path, judge: Judge, replies: JudgeReplies, *, again: bool = False) -> Agreement:
-    """Let the judge grade answers that people have graded."""
+    """Let the judge grade answers that have human grades."""
     cases = read_labeled(path)
     asked = [calls("qa", case, str(case["output"]))[0] for case in cases]
     ask_all(asked, judge, replies, label="judge check", again=again)

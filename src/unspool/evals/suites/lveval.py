@@ -305,7 +305,9 @@ def _shots(
     """Solved questions of the same set, without their articles, which would not fit."""
     others = [one for one in questions if one.text != asked.text]
     if len(others) < ask.shots:
-        raise ConfigError(f"lveval: {task} has {len(others)} other questions, which is too few for shots: {ask.shots}.")
+        raise ConfigError(
+            f"lveval: {task} has {len(others)} other questions, too few for shots: {ask.shots}; use fewer."
+        )
     order = rng_for(ask.seed, "lveval shots", task, ask.index).permutation(len(others))
     solved = []
     for one in (others[at] for at in order[: ask.shots].tolist()):

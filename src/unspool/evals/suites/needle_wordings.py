@@ -1,7 +1,7 @@
 """Wordings of needles: templates of facts and questions.
 
-Use the held-out half only for final results. Do not use it to develop a method or in training data: a model trained on
-a wording scores higher on it, and a test with that wording then measures the training data.
+Use the held-out half only for final results. Do not use it to develop a method or in training data. A model trained on
+a wording scores higher on it, so a test with that wording measures the training data.
 """
 
 from dataclasses import dataclass

@@ -49,7 +49,7 @@ class NiahEval(EvalConfig):
     )
     samples: int = Field(20, ge=1, description="Questions per length, spread evenly over the depths.")
     depths: int = Field(5, ge=1, description="Number of depths between the start and the end of the context.")
-    needles: int = Field(1, ge=1, description="Facts hidden in each context; the prompt asks for every one.")
+    needles: int = Field(1, ge=1, description="Facts hidden in each context, each with a question.")
     value: Literal["numbers", "words"] = Field(
         "numbers",
         description="Type of the hidden values: seven-digit numbers or single words. Words suit small models.",
@@ -63,13 +63,13 @@ class NiahEval(EvalConfig):
     distractors: list[Annotated[int, Field(ge=0)]] = Field(
         [0],
         min_length=1,
-        description="Numbers of further facts in the same wording that no question asks for. Questions are spread "
+        description="Numbers of further facts in the same wording, without a question. Questions are spread "
         "evenly over the numbers.",
     )
     placement: Literal["grid", "strata"] = Field(
         "grid",
-        description="Where facts lie. grid: at depths from the start to the end of the context. strata: at random "
-        "places inside equal parts of it, so that no fact is at the start or next to the question.",
+        description="Positions of the facts. grid: at depths from the start to the end of the context. strata: at "
+        "random positions inside equal parts of it, never at the start or next to the question.",
     )
     text: str | None = Field(
         None, description="JSONL or text files for the text around the facts. Default: the bundled held-out book."

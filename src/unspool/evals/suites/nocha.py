@@ -60,7 +60,9 @@ def _read_pairs(path: str) -> list[Pair]:
             try:
                 text = file.read_text(encoding="utf-8")
             except (OSError, UnicodeDecodeError) as error:
-                raise DataError(f"{path}, record {row.get('_line')}: text_path cannot be read ({error}).") from error
+                raise DataError(
+                    f"{path}, record {row.get('_line')}: text_path cannot be read ({error}); correct the path."
+                ) from error
         true, false = (str(first_field(row, (name,), path)) for name in ("true", "false"))
         found.append(Pair(true=true, false=false, text=str(text)))
     return found

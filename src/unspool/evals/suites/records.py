@@ -71,7 +71,7 @@ def _json_rows(file: Path) -> list[Any]:
     try:
         loaded = json.loads(b"".join(chunks(file)))
     except (ValueError, OSError, Unreadable) as error:
-        raise DataError(f"{file}: cannot be read as JSON ({error}).") from error
+        raise DataError(f"{file}: cannot be read as JSON ({error}); correct the file.") from error
     rows = loaded.get("data", loaded.get("demos")) if isinstance(loaded, dict) else loaded
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise DataError(f"{file}: expected a list of records, or an object with such a list in `data` or `demos`.")
@@ -84,7 +84,7 @@ def _parquet_rows(file: Path) -> list[dict[str, Any]]:
     try:
         rows: list[dict[str, Any]] = pyarrow.parquet.read_table(file).to_pylist()
     except (OSError, ValueError, pyarrow.ArrowException) as error:
-        raise DataError(f"{file}: cannot be read as Parquet ({error}).") from error
+        raise DataError(f"{file}: cannot be read as Parquet ({error}); replace the file.") from error
     return rows
 
 

@@ -68,7 +68,9 @@ def build_lm(template: Any, backend: OpenAiBackend) -> Any:
             return ask_all(likelihood, requests, "likelihoods")
 
         def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
-            raise ConfigError("`suite='short'`: likelihoods of whole documents are not supported on a server.")
+            raise ConfigError(
+                "`suite='short'`: likelihoods of whole documents are not supported on a server; use a local model."
+            )
 
         def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
             return ask_all(generate, requests, "answers")

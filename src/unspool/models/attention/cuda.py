@@ -149,8 +149,8 @@ def initialize_kernel_order() -> None:
     """Let torch set its own order of SDPA kernels before our `sdpa_kernel` context is entered for the first time.
 
     Torch sets its order when it first selects a kernel, and the context restores the order that it found. If the first
-    selection happened inside the context, cuDNN would be last for all other code in this process: stock SDPA took twice
-    the time on an H200. The order is global to the process, so the device does not matter.
+    selection happened inside the context, cuDNN would be last for all other code in this process. Stock SDPA then took
+    twice the time on an H200. The order is global to the process, so the device does not matter.
 
     The selection runs when other code initializes CUDA, so processes that only use the CPU never initialize it.
     """

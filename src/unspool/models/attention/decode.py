@@ -75,7 +75,7 @@ def masked_attention(inputs: AttentionInputs, mask: Tensor) -> Tensor:
 
 
 def flash_attention(inputs: AttentionInputs, num_keys: Tensor, offsets: tuple[Tensor, Tensor]) -> Tensor:
-    """Run FlashAttention-2 on prompts with room for `capacity` keys; it reads the first `num_keys` of each."""
+    """Run FlashAttention-2 on prompts with space for `capacity` keys; it reads the first `num_keys` of each."""
     query, key, value = inputs.heads
     batch, num_heads, _, dim = query.shape
     # Views, because keys are laid out by token. With a base per head, keys are rotated in every step and copied here.

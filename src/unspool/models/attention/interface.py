@@ -1,6 +1,6 @@
 """Exact causal attention with document masks, registered with `transformers`.
 
-It builds no S×S mask. It refuses a layer whose attention needs anything that `AttentionInputs` does not hold.
+It builds no S×S mask. It refuses a layer whose attention needs more than `AttentionInputs` holds.
 reference.py computes on any device and in any dtype; cuda.py calls the fast kernels; padding.py cuts off padding.
 """
 
@@ -168,7 +168,7 @@ def apply_head_chunks(layers: list[nn.Module], *, heads_at_once: int | None) -> 
                 f"attention {inner!r} is not a registered function, so Unspool can neither keep its results nor call "
                 "it for some heads at a time; load the model with unspool.load."
             )
-        assert inner != HEAD_CHUNKS_NAME, "memory settings are applied once"
+        assert inner != HEAD_CHUNKS_NAME, "memory settings can be applied only once"
         # A copy, because the model's own config is saved with it and must not change.
         module.config = copy.copy(module.config)
         module.config._attn_implementation = HEAD_CHUNKS_NAME

@@ -140,7 +140,7 @@ class PaddedLayer(DynamicLayer):  # type: ignore[misc]
         first = batch.segments[0]
         if not first.start:
             return key_states, value_states
-        assert len(batch.segments) == 1, "only a prompt alone is read in chunks"
+        assert len(batch.segments) == 1, "only a single prompt can be read in chunks"
         own = slice(first.prompt, first.prompt + 1)
         end = first.start + first.count
         return self.keys[own, :, :end], self.values[own, :, :end]

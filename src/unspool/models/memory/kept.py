@@ -199,7 +199,7 @@ class _Saved:
     def counting(self) -> Iterator[None]:
         """Count saved tensors; the active hooks, those of `checkpoint`, save them."""
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        assert hooks is not None, "results are kept inside of a checkpoint only"
+        assert hooks is not None, "results can be kept only inside a checkpoint"
         pack, unpack = hooks
 
         def counted(tensor: Tensor) -> Any:

@@ -63,7 +63,7 @@ class Offloader:
 
     def take(self, stored: Stored) -> Tensor:
         """Return the tensor on the device (only once), and prefetch the one before it."""
-        assert stored.blocks or stored.on_device is not None, "a checkpoint was taken twice"
+        assert stored.blocks or stored.on_device is not None, "a checkpoint was read twice"
         self.fetch(stored)
         self._wait(stored.copied)
         tensor = stored.on_device

@@ -2,7 +2,7 @@
 
 A module [B, T, D] → [B, T, D] holds its intermediate results for one tile at a time. Results change only by rounding;
 gradients of the weights are summed over tiles in fp32. The backward pass recomputes the module tile by tile (but not a
-third time if its layer is checkpointed), and collects the weights' gradients in a buffer first.
+third time if its layer is checkpointed). It collects the weights' gradients in a buffer first.
 """
 
 from collections.abc import Callable

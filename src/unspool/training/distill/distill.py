@@ -1,10 +1,10 @@
 """Attention distillation: fit queries and keys so that each layer attends as before its RoPE settings changed.
 
 In a step, the unchanged model (the teacher) runs one forward pass. Each layer of the student gets the teacher's input
-of that layer and is fitted to the teacher's attention (KL divergence, mean over heads and queries, summed over layers).
-So no backward pass runs through several layers, and MLPs and the head are not used. `before` and `after` training,
-distillation has its own steps. `during` training, it adds to the gradients of training steps, so that queries and keys
-learn new data and keep their old attention.
+of that layer and is fitted to the teacher's attention. The loss is the KL divergence: the mean over heads and queries,
+summed over layers. So no backward pass runs through several layers, and MLPs and the head are not used. `before` and
+`after` training, distillation has its own steps. `during` training, it adds to the gradients of training steps, so that
+queries and keys learn new data and keep their original attention.
 
 The result depends only on weights, rows and seed: repeated after a kill, it is bit-identical. Distillation does not
 change training's optimizer state or random generators. It needs memory for the teacher, and for an fp32 copy and two

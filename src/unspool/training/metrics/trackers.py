@@ -145,4 +145,4 @@ _BUILDERS: dict[str, Callable[[Path, str, Mapping[str, Any], int], Tracker]] = {
 
 def _warn(name: str, error: Exception) -> None:
     reason = str(error).strip().split("\n")[0] or type(error).__name__
-    logger.warning(f"loggers: {name} failed and is dropped ({reason}); metrics.jsonl has everything")
+    logger.warning(f"loggers: {name} failed and gets no more metrics ({reason}); metrics.jsonl has all of them")

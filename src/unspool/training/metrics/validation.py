@@ -178,7 +178,7 @@ def warn_if_trained_on(stage: StageConfig, folder: Path, trained: Mapping[str, P
     if shared and stage.validation:
         logger.warning(
             f"stage {stage.name}: validation.dataset {stage.validation.dataset} is packed from {', '.join(shared)}, "
-            "which is also trained on; its loss may be that of training text"
+            "which the stage also trains on; its loss may include training text"
         )
 
 

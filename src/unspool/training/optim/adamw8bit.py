@@ -1,10 +1,10 @@
 """AdamW's moments in 8 bits: blocks of 256 values, each with its largest magnitude as scale.
 
-Levels, codes, scales and the choice of quantized tensors equal those of torchao's `AdamW8bit`, bit for bit, with one
-exception: a second moment that is not zero never becomes zero. Errors are a few percent at most, or more for values
+Levels, codes, scales and the choice of quantized tensors equal those of torchao's `AdamW8bit`, bit for bit. There is
+one exception: a second moment that is not zero never becomes zero. Errors are a few percent at most, or more for values
 below a millionth of their block's largest. kernels.py does the same in one pass on a GPU.
 
-If ranks shard a parameter, blocks are those of the full parameter: its moments are kept in 8 bits only if no shard ends
+If ranks shard a parameter, blocks are those of the full parameter. Its moments are kept in 8 bits only if no shard ends
 inside a block, and in fp32 otherwise. So a moment has the same codes and scales on any number of ranks.
 
 The levels are those of dynamic tree quantization (Dettmers et al., 8-bit Optimizers via Block-wise Quantization): seven

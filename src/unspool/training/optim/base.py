@@ -24,8 +24,8 @@ class OptimizerConfig(Config):
     name: str = Field(description="Name of the optimizer.")
     weights: Literal["fp32", "bf16"] = Field(
         "fp32",
-        description="`fp32` keeps fp32 master weights beside the bf16 copy; `bf16` keeps none and rounds updates "
-        "stochastically.",
+        description="`fp32` keeps fp32 master weights in addition to the bf16 copy; `bf16` keeps none and rounds "
+        "updates stochastically.",
     )
     step: Literal["after", "in-backward"] = Field(
         "after",
@@ -50,7 +50,7 @@ class OptimizerConfig(Config):
         return FP32_BYTES if self.weights == "fp32" else BF16_BYTES
 
     def master_bytes(self) -> int:
-        """Bytes of the master weight that one GPU keeps beside the weight it computes with."""
+        """Bytes of the master weight that one GPU keeps in addition to the weight that it computes with."""
         return FP32_BYTES if self.weights == "fp32" else 0
 
     def weight_bytes_moved(self) -> int:
@@ -67,8 +67,8 @@ class OptimizerConfig(Config):
             return f"optimizer.weights {self.weights} is not supported on several devices yet; set it to fp32."
         if self.step == "in-backward":
             return (
-                "optimizer.step in-backward is not supported on several devices, because each would clip by its own "
-                "shard of a gradient; set it to after: gradients are sharded anyway."
+                "optimizer.step in-backward is not supported on several devices: each would clip by the norm of its "
+                "own shard. Set it to after; gradients are sharded anyway."
             )
         return None
 

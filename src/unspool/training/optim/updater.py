@@ -2,8 +2,8 @@
 
 Gradients of micro-batches are summed in fp32, regardless of the model's precision. With `step: after`, a gradient that
 is not finite changes nothing. With `step: in-backward`, clipping uses the norm of the previous step, because this
-step's norm is known only at its end, and a gradient that is not finite leaves just its own parameter unchanged. State
-is saved and loaded by name, and training continues from it bit for bit.
+step's norm is known only at its end. A gradient that is not finite leaves only its own parameter unchanged. State is
+saved and loaded by name, and training continues from it bit for bit.
 
 With `weights: fp32` on a GPU, the model's parameters become bf16 for computing, and the updater keeps fp32 masters. On
 a CPU, and if ranks shard weights (fsdp.py), parameters are their own masters. FSDP then sums the gradients, and the
@@ -177,7 +177,7 @@ class Updater:
         param.grad = None
 
     def _rates(self, norm: float) -> Rates:
-        # In fp32 and with the small constant of torch's own clipping.
+        # As torch clips: in fp32, with the same small constant.
         scale = (self._max_grad_norm / (torch.tensor(norm) + 1e-6)).clamp(max=1.0).item()
         return Rates(lr=self._lr, betas=self._betas, seed=self._seed, scale=scale)
 
@@ -289,7 +289,9 @@ def _check(stage: StageConfig, names: list[str], *, is_sharded: bool) -> None:
                 f"{names[1]}."
             )
     if not any(_lr(stage, name) for name in names):
-        raise ConfigError(f"stage {stage.name}: lr_overrides sets every parameter to 0, so nothing is trained.")
+        raise ConfigError(
+            f"stage {stage.name}: lr_overrides sets every parameter to 0, so nothing is trained; keep one above 0."
+        )
     problem = stage.optimizer.sharding_problem() if is_sharded else None
     if problem is not None:
         raise ConfigError(f"stage {stage.name}: {problem}")

@@ -135,7 +135,8 @@ def _check_heads(degree: int, work: Work) -> None:
         ]
         raise ConfigError(
             f"parallel: ulysses={degree} does not divide the heads of attention_heads_at_once="
-            f"{work.kv_heads_at_once} (of {heads}); set that to {_join(several)}, or ulysses to {_join(fitting)}."
+            f"{work.kv_heads_at_once} (of {heads}); set attention_heads_at_once to "
+            f"{_join(several)}, or ulysses to {_join(fitting)}."
         )
     raise ConfigError(
         f"parallel: ulysses={degree} does not fit {heads}, which must divide evenly among the ranks; use "

@@ -51,7 +51,7 @@ def local_rows(parameter: Tensor) -> slice:
         if isinstance(placement, Shard):
             start = parameter.device_mesh.get_local_rank(axis) * size
             rows = slice(min(start, len(parameter)), min(start + size, len(parameter)))
-    assert rows.stop - rows.start == parameter.to_local().shape[0], "torch shards in another way"
+    assert rows.stop - rows.start == parameter.to_local().shape[0], "torch shards differently"
     return rows
 
 

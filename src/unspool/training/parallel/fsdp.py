@@ -33,8 +33,8 @@ from unspool.training.step import METHOD, loss_pass
 def apply_fsdp(model: Any, mesh: DeviceMesh, *, offload: bool = False, layers_together: int = 1) -> None:
     """Shard weights, gradients and optimizer state over ranks, in place. Layers are gathered only while they compute.
 
-    A parameter's gradient is the *sum* over all ranks in fp32, because each rank's loss is its part of the step's sum
-    divided by the step's token count. On CUDA, layers compute in bf16, and shards keep the model's own precision.
+    A parameter's gradient is the *sum* over all ranks in fp32. The reason: each rank's loss is its part of the step's
+    sum divided by the step's token count. On CUDA, layers compute in bf16, and shards keep the model's own precision.
     Layers of one activation checkpoint are gathered together. The head stays gathered throughout a step (with the
     embedding, where they are tied). Afterwards call `batch_loss` or the model itself, not its submodules.
     """

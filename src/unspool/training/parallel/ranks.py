@@ -279,8 +279,8 @@ def _fail(watchdog: Watchdog, rank_env: RankEnv, error: BaseException) -> None:
         first = watchdog.report_failure(f"rank {rank} failed {watchdog.position}: {text.splitlines()[0]}")
     except RuntimeError:  # from the store
         announce(
-            f"rank {rank} {watchdog.position}: the rendezvous store is gone, and with it rank 0 or torchrun, which "
-            "hosted it"
+            f"rank {rank} {watchdog.position}: the rendezvous store does not answer; rank 0 or torchrun, which "
+            "hosts it, has ended"
         )
         raise error from None
     finally:

@@ -3,8 +3,8 @@
 Before the kernel, each rank sends queries, keys and values of its tokens, and receives the whole row for some heads. So
 any kernel, mask and window works. KV heads are not repeated if every rank gets whole KV heads; otherwise a rank gets
 the KV head that its query heads share. There is one collective before the kernel and one after it, also in the backward
-pass, always in the same order, so that recomputed layers repeat them. Per token and layer, 2 × query heads + 2 × KV
-heads are sent: 80 slices for Llama-3-8B.
+pass. Their order is always the same, so that recomputed layers repeat them. Per token and layer, 2 × query heads + 2 ×
+KV heads are sent: 80 slices for Llama-3-8B.
 
 torch's differentiable all-to-all is not used: these functions pack directly into the send buffer, which saves copies,
 and sum the gradients of shared KV heads in a fixed order.

@@ -6,9 +6,9 @@ every rank exits within `Limits.grace` of it. Rank 0 watches all other ranks, an
 few requests. A rank exits if the store does not answer, because the machine that hosts it is gone. The cost is two
 threads per rank and a few bytes per second.
 
-A rank counts as hung if it makes no progress for `Limits.hung_after`, or for four times the longest time between two
-progress marks of this run if that is longer. The first two steps compile and get more time. torchrun restarts ranks;
-this module does not.
+A rank counts as hung if it makes no progress for `Limits.hung_after`. The limit is four times the longest time between
+two progress marks of this run, if that is longer. The first two steps compile and get more time. torchrun restarts
+ranks; this module does not.
 """
 
 import json
@@ -122,7 +122,7 @@ class Watchdog:
         self._stop.set()
         self._thread.join(timeout=self._limits.interval + 1)
         self._has_left = True
-        with suppress(RuntimeError):  # the store may be gone already
+        with suppress(RuntimeError):  # the store may have ended already
             self._send()
 
     def wait_for_others(self, *, failed: bool) -> None:
@@ -193,7 +193,7 @@ class Watchdog:
             if self._stop.is_set():
                 return
             reason = str(error).strip().splitlines()[0][:200]
-            announce(f"rank {self._rank} {self.position}: the rendezvous store does not answer any more ({reason})")
+            announce(f"rank {self._rank} {self.position}: the rendezvous store does not answer ({reason})")
         # The main thread may be inside a call that never returns.
         if not self._stop.wait(self._limits.grace):
             sys.stderr.flush()

@@ -13,11 +13,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from unspool.core.errors import ConfigError
+from unspool.core.errors import ConfigError, UnspoolError
+from unspool.models.location import first_line
 from unspool.verification.audits.spans import Batch, token_ids
 
 # Computes one optimizer step over these micro-batches. May return its loss.
 StepFn = Callable[[Any, list[Any]], Any]
+CONTRACT = (
+    "step_fn(model, micro_batches) gets a list of micro-batches (dicts) and may return the loss; "
+    "`unspool -v audit` shows the traceback"
+)
 
 
 @dataclass(kw_only=True)
@@ -54,8 +59,11 @@ def unwrap(model: Any) -> Any:
     return model
 
 
-def run_step(model: Any, step_fn: StepFn, batches: Sequence[Batch]) -> StepRun:
-    """Run one step with fixed random numbers on copies of `batches`, because trainers modify batches."""
+def run_step(model: Any, step_fn: StepFn, batches: Sequence[Batch], *, probe: str) -> StepRun:
+    """Run one step with fixed random numbers on copies of `batches`, because trainers modify batches.
+
+    Errors in the step become a ConfigError that names the `probe`.
+    """
     saved = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     was_training = model.training
     with ExitStack() as stack:
@@ -65,15 +73,37 @@ def run_step(model: Any, step_fn: StepFn, batches: Sequence[Batch]) -> StepRun:
         model.zero_grad(set_to_none=True)
         passes = stack.enter_context(_record(model, [token_ids(batch) for batch in batches]))
         updates = stack.enter_context(_record_updates(model))
-        found = step_fn(model, copy.deepcopy(list(batches)))
+        own = copy.deepcopy(list(batches))
+        try:
+            found = step_fn(model, own)
+        except UnspoolError:
+            raise
+        except Exception as error:  # any type: this is the user's code
+            raise ConfigError(
+                f"audit: the training step raised {_describe(error)} (probe: {probe}); {CONTRACT}."
+            ) from error
     grads = updates[0] if updates else _gradients(model)
     model.zero_grad(set_to_none=True)
     model.train(was_training)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(saved[name])
-    loss = None if found is None else float(found)
+    try:
+        loss = None if found is None else float(found)
+    except (TypeError, ValueError, RuntimeError) as error:
+        kind = type(found).__name__
+        raise ConfigError(
+            f"audit: the training step returned a {kind}; return the loss as one number, or nothing."
+        ) from error
     return StepRun(passes=passes, loss=loss, grads=grads, num_updates=len(updates))
+
+
+def _describe(error: Exception) -> str:
+    """Type and text of an error. Of a long text, such as one that begins with the model, the first and last line."""
+    text, kind, lines = first_line(error), type(error).__name__, str(error).strip().splitlines()
+    if len(lines) > 2:
+        text = f"{lines[0]} … {lines[-1].strip()}"
+    return text if text.startswith(kind) else f"{kind}: {text}"
 
 
 def _gradients(model: Any) -> dict[str, Tensor]:

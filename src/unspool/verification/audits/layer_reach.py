@@ -42,7 +42,7 @@ def check_sliding_window(model: Any, step_fn: StepFn, batches: Sequence[Batch], 
         windows = layer_windows(model) or []
         try:
             with _measure(model, number, row, span) as reach:
-                run_step(model, step_fn, batches)
+                run_step(model, step_fn, batches, probe="sliding window")
         except ConfigError as error:
             return not_checked("sliding_window", str(error))
     if len(reach) < len(windows):

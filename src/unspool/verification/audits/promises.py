@@ -14,12 +14,16 @@ from unspool.models.loss import read_head
 from unspool.models.rotary import USES_INPUT_LENGTH, head_bases
 from unspool.rope.tables import frequencies, is_nested, rotary_dim, shape_of, tables
 from unspool.verification.audits.captures import Pass, StepRun, without_dropout
-from unspool.verification.audits.spans import Batch, Span, Spans, labels_of
+from unspool.verification.audits.spans import Batch, Span, Spans, labels_of, name_sources
 from unspool.verification.audits.targets import Targets
 
 # Tolerances for fp32, and for bf16 or autocast.
 FINE, COARSE = 1e-3, 5e-2
 NOT_CROSS_ENTROPY = "the loss is not plain token cross-entropy"
+THINNED = (
+    "; the audit removed every other label of micro-batch 1, because all micro-batches had equally many; "
+    "loss / len(micro_batches) is the token mean only for equal counts"
+)
 Document = tuple[int, int, Span]  # micro-batch, row and tokens
 Status = Literal["kept", "broken", "not checked"]
 PROMISES = {
@@ -59,6 +63,7 @@ class Probe:
     spans: Sequence[Spans]
     run: StepRun
     targets: Sequence[Targets]  # of each pass
+    is_thinned: bool = False  # labels of the first micro-batch were removed
 
     @property
     def is_aligned(self) -> bool:
@@ -123,7 +128,7 @@ def check_isolation(probe: Probe, again: StepRun, changed: Sequence[tuple[StepRu
             if found > limit * max(own, 1e-3):
                 hurt.append(f"{_name(each)} ({what} by {found:.1%})")
             worst = max(worst, found)
-    source = probe.spans[0].source
+    source = name_sources(probe.spans)
     if hurt:
         return broken(
             "isolation",
@@ -171,7 +176,9 @@ def check_positions(probe: Probe, claim: str) -> Verdict:
         wanted = 0 if claim == "restart" else start
         is_padded = start > 0 and start == probe.spans[number].rows[row][0][0]
         if first != wanted and not is_padded:
-            return broken("positions", f"{_name(each)} starts at position {first} instead of {wanted}")
+            source = name_sources(probe.spans)
+            what = f"starts at position {first} instead of {wanted}; document boundaries from {source}"
+            return broken("positions", f"{_name(each)} {what}")
         if bool((torch.diff(positions) < 1).any()):
             return broken("positions", f"{_name(each)}: positions do not increase")
     starts = sum(span[0] > 0 for _, _, span in probe.documents())
@@ -212,7 +219,8 @@ def check_first_token(probe: Probe) -> Verdict:
     if found:
         return broken(
             "first_token",
-            f"{len(found)} of {len(inside)} first tokens are targets of the previous document, e.g. {_name(found[0])}",
+            f"{len(found)} of {len(inside)} first tokens are targets of the previous document, e.g. {_name(found[0])}; "
+            f"document boundaries from {name_sources(probe.spans)}",
         )
     if not inside:
         return not_checked("first_token", "no row has two documents")
@@ -274,7 +282,7 @@ def check_token_mean(probe: Probe) -> Verdict:
         return broken(
             "token_mean",
             f"{what}: a token in a micro-batch with {counts[at[0]]} labels has {max(means) / min(means):.3g} times the "
-            f"weight of a token in one with {counts[at[1]]}",
+            f"weight of a token in one with {counts[at[1]]}{THINNED if probe.is_thinned else ''}",
         )
     if not probe.is_cross_entropy:
         return not_checked("token_mean", f"{NOT_CROSS_ENTROPY}; micro-batches have about equal weight")

@@ -67,12 +67,12 @@ class AuditResult:
     Example:
         >>> import unspool
         >>> from unspool.verification.audits.promises import broken, kept
-        >>> found = (kept("labels", "75 positions"), broken("isolation", "documents see each other"))
+        >>> found = (kept("labels", "75 positions"), broken("isolation", "documents attend to each other"))
         >>> result = unspool.AuditResult(verdicts=found)
         >>> result.ok, result.broken
         (False, ('isolation',))
         >>> print(result["isolation"].evidence)
-        documents see each other
+        documents attend to each other
     """
 
     verdicts: tuple[Verdict, ...]
@@ -124,8 +124,8 @@ def audit(
             Or a collator; then also pass `examples`.
         step_fn: `step_fn(model, micro_batches)` computes the gradients of one optimizer step. It may update the
             weights, and may return the loss that you log.
-        attention: What you claim: `intra_document`, or `full` if documents of a row see each other.
-        positions: What you claim: `restart` (the default) or `continue` (the default with full attention).
+        attention: Claimed attention: `intra_document`, or `full` if documents of a row attend to each other.
+        positions: Claimed position ids: `restart` (the default) or `continue` (the default with full attention).
         documents: Function that returns the document lengths of each row of a batch. Needed if the batch has none of
             `position_ids`, `cu_seq_lens_q`, `seq_idx` or end-of-text tokens.
         examples: Examples for the collator, two per micro-batch.
@@ -171,9 +171,9 @@ def audit(
         step_fn, context_parallel = _with(wrapped, step_fn), context_parallel and _with(wrapped, context_parallel)
     special, found = special_tokens(model), _read(data, examples)
     packed = attention == "intra_document" and look_packed(found, special)
-    batches = _choose(found, accumulation)
+    batches, is_thinned = _choose(found, accumulation)
     spans = [find_spans(batch, special, documents=documents, packed=packed) for batch in batches]
-    verdicts = _probe_step(model, batches, spans, step_fn, claimed_positions=positions)
+    verdicts = _probe_step(model, batches, spans, step_fn, claimed_positions=positions, is_thinned=is_thinned)
     verdicts += [
         check_sliding_window(model, step_fn, batches, spans),
         check_checkpoint(model, batches, spans, save_fn or wrapped.save_pretrained),
@@ -226,8 +226,11 @@ def _read(data: Any, examples: Iterable[Any] | None) -> list[Any]:
     return found
 
 
-def _choose(batches: list[Any], count: int) -> list[Any]:
-    """Choose micro-batches with different label counts, because equal counts would hide a mean of means."""
+def _choose(batches: list[Any], count: int) -> tuple[list[Any], bool]:
+    """Choose micro-batches with different label counts, because equal counts would hide a mean of means.
+
+    Also return whether labels were removed.
+    """
     if not batches:
         raise ConfigError("audit: the data yields no batch.")
     for batch in batches:
@@ -246,20 +249,20 @@ def _num_labels(batch: Batch) -> int:
     return 0 if labels is None else int(labels.sum())
 
 
-def _thinned(batches: list[Any]) -> list[Any]:
+def _thinned(batches: list[Any]) -> tuple[list[Any], bool]:
     """If all micro-batches have equally many labels, remove every other label of the first one."""
     if len(batches) < 2 or len({_num_labels(batch) for batch in batches}) > 1:
-        return batches
+        return batches, False
     # Then a count derived from the labels would be wrong.
     known = {"input_ids", "labels", "shift_labels", "attention_mask", "position_ids"}
     if any(_is_count(value) for name, value in batches[0].items() if name not in known and "max_length" not in name):
-        return batches
+        return batches, False
     first = dict(batches[0])
     for name, offset in (("labels", 1), ("shift_labels", 0)):
         if isinstance(first.get(name), Tensor):
             first[name] = first[name].clone()
             first[name][:, offset::2] = IGNORE
-    return [first, *batches[1:]]
+    return [first, *batches[1:]], _num_labels(first) < _num_labels(batches[0])
 
 
 def _is_count(value: Any) -> bool:
@@ -271,10 +274,16 @@ def _is_count(value: Any) -> bool:
 
 
 def _probe_step(
-    model: Any, batches: Sequence[Batch], spans: Sequence[Spans], step_fn: StepFn, *, claimed_positions: str
+    model: Any,
+    batches: Sequence[Batch],
+    spans: Sequence[Spans],
+    step_fn: StepFn,
+    *,
+    claimed_positions: str,
+    is_thinned: bool,
 ) -> list[Verdict]:
     """Run the step twice unchanged, and with tokens replaced in some documents."""
-    run = run_step(model, step_fn, batches)
+    run = run_step(model, step_fn, batches, probe="unchanged micro-batches")
     if not run.passes:
         raise ConfigError("audit: step_fn ran no forward pass of the model with gradients; it must train this model.")
     probe = Probe(
@@ -283,6 +292,7 @@ def _probe_step(
         spans=spans,
         run=run,
         targets=[read_targets(model, one, labels_of(batch)) for one, batch in zip(run.passes, batches, strict=False)],
+        is_thinned=is_thinned,
     )
     if not probe.is_aligned:
         raise ConfigError(
@@ -293,9 +303,9 @@ def _probe_step(
     for which in ("first", "last"):
         others, replaced = _replace(batches, spans, special_tokens(model), which=which)
         if replaced:
-            changed.append((run_step(model, step_fn, others), replaced))
+            changed.append((run_step(model, step_fn, others, probe=f"{which} documents replaced"), replaced))
     verdicts = [
-        check_isolation(probe, run_step(model, step_fn, batches), changed),
+        check_isolation(probe, run_step(model, step_fn, batches, probe="unchanged micro-batches again"), changed),
         check_labels(probe),
         check_first_token(probe),
         check_padding(probe),
@@ -424,7 +434,8 @@ def _load(model: Any, folder: str) -> Any:
 def check_context_parallel(model: Any, batches: Sequence[Batch], plain: StepFn, parallel: StepFn | None) -> Verdict:
     if parallel is None:
         return not_checked("context_parallel", "pass context_parallel=, the same step under context parallelism")
-    run, other = run_step(model, plain, batches), run_step(model, parallel, batches)
+    run = run_step(model, plain, batches, probe="unchanged micro-batches again")
+    other = run_step(model, parallel, batches, probe="context parallelism")
     shared = [name for name in run.grads if name in other.grads]
     mine, theirs = (torch.cat([each.grads[name].flatten().double() for name in shared]) for each in (run, other))
     error = float((mine - theirs).norm() / mine.norm())

@@ -23,6 +23,9 @@ _ENDS = ("cu_seq_lens_q", "cu_seqlens", "cu_seqlens_q")
 _IDS = ("seq_idx", "document_ids", "doc_ids", "segment_ids")
 
 
+END_OF_TEXT = "end-of-text tokens"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Special:
     """End-of-text tokens and padding tokens."""
@@ -81,6 +84,15 @@ def find_spans(batch: Batch, special: Special, *, documents: Documents | None, p
     return Spans(rows=[[own] if own[1] > own[0] else [] for own in ranges], source="rows")
 
 
+def name_sources(spans: Sequence[Spans]) -> str:
+    """Say how the documents of all micro-batches were found."""
+    names = [each.source for each in spans]
+    found = [name for name in dict.fromkeys(names) if name != END_OF_TEXT]
+    if count := names.count(END_OF_TEXT):
+        found.append(f"{END_OF_TEXT} inside rows, which split rows of {count} of {len(names)} micro-batches")
+    return " and ".join(found)
+
+
 def _boundaries(batch: Batch, ids: Tensor, special: Special | None) -> Iterator[tuple[str, Tensor]]:
     """Yield (source, bool[rows, tokens - 1]): True where the next token starts a new document."""
     for name in _IDS:
@@ -98,7 +110,7 @@ def _boundaries(batch: Batch, ids: Tensor, special: Special | None) -> Iterator[
         yield "position_ids", torch.diff(positions) <= 0
     if special is not None and special.eos:
         ends = torch.tensor(sorted(special.eos), device=ids.device)
-        yield "end-of-text tokens", torch.isin(ids[:, :-1], ends)
+        yield END_OF_TEXT, torch.isin(ids[:, :-1], ends)
 
 
 def look_packed(batches: Sequence[Batch], special: Special) -> bool:

@@ -26,7 +26,7 @@ from unspool.data.sources.synthetic.draft import (
 )
 
 KINDS = ("numbers", "words", "dates", "scores")
-WHOLE_SHARE = 0.25  # share of documents that ask for the whole list
+WHOLE_SHARE = 0.25  # share of documents with a question about the whole list
 MONTHS = (
     *("January", "February", "March", "April", "May", "June"),
     *("July", "August", "September", "October", "November", "December"),

@@ -46,7 +46,7 @@ class UtK(StrategyConfig):
         "chunks per document.",
     )
     split: Split = Field(
-        default="random", description="Where documents are split: at random points, or into chunks of equal length."
+        default="random", description="How documents are split: at random points, or into chunks of equal length."
     )
     min_split: Size = Field(
         default=512,
@@ -64,7 +64,7 @@ class UtK(StrategyConfig):
     )
     mask: Literal["paper", "released"] = Field(
         default="paper",
-        description="Which tokens have no loss. `paper`: knots, labels and the token that asks for the labels; "
+        description="Which tokens have no loss. `paper`: knots, labels and the token that requests the labels; "
         "`released`: also the first token of text after a head knot or label, as in the paper's code.",
     )
 

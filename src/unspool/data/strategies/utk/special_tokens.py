@@ -1,7 +1,7 @@
 """The special tokens of tangled rows (knots), their ids in a tokenizer, and the labels of chunks.
 
 A tokenizer keeps the knots it has. Missing ones replace reserved entries if there are enough for `MOST_HOPS`, such as
-Llama's <|reserved_special_token_N|> or Gemma's <unusedN>: the entries are renamed and the embedding keeps its size.
+Llama's <|reserved_special_token_N|> or Gemma's <unusedN>. The entries are renamed, and the embedding keeps its size.
 Otherwise they are appended. Reserved entries in use (EOS, a chat template) are not touched. Of the others, those with
 the highest numbers are used first, because publishers give new roles to the lowest.
 

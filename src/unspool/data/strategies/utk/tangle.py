@@ -37,7 +37,7 @@ from unspool.data.strategies.utk.special_tokens import DrawLabels, LabelPool, kn
 from unspool.data.strategies.utk.write import Written, gather_labels, write
 from unspool.data.tokenize.encoder import build_encoder
 
-# Minimum number of different labels before one repeats: for documents, and for rests, of which a row has one.
+# Minimum number of different labels before one repeats: for documents, and for rests of cut documents (one per row).
 _LABELS, _REST_LABELS = 8192, 1024
 
 

@@ -125,7 +125,7 @@ def _read_book(task: str, row: Record, path: str, number: int) -> Book:
     question = "" if task in SUMMARIES else str(first_field(row, ("question", "input"), path))
     options = flatten(row.get("options") or [])
     if task == "infbench_mc" and (len(options) != len(LETTERS) or answers[0] not in options):
-        raise DataError(f"{path}, record {row.get('_line')}: `options` must be four texts, one of which is the answer.")
+        raise DataError(f"{path}, record {row.get('_line')}: `options` must be four texts, including the answer.")
     item = Item(id=str(row.get("id", number)), question=question, answers=answers, extra=row)
     return Book(item=item, text="\n\n".join(flatten(text)), options=options)
 

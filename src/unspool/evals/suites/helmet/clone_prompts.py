@@ -44,7 +44,7 @@ def _lines(path: Path, fields: Sequence[str]) -> list[tuple[int, Record]]:
                 row = json.loads(line)
                 found.append((offset, {name: row[name] for name in fields if name in row}))
             except (ValueError, TypeError) as error:
-                raise DataError(f"{path}, line {number}: not a JSON object ({error}).") from error
+                raise DataError(f"{path}, line {number}: not a JSON object ({error}); correct the line.") from error
             offset += len(line)
     if not found:
         raise DataError(f"{path}: no records; expected one JSON object per line.")
@@ -223,7 +223,7 @@ def _load_alce(task: str, clone: Clone, length: int) -> Prompts:
 def _load_icl(task: str, clone: Clone, length: int) -> Prompts:
     words = clone.words(task)
     tests = _labeled(task, clone, task)
-    if task == "nlu" and "nlu_demos" not in clone.paths:  # one split, of which HELMET uses a tenth
+    if task == "nlu" and "nlu_demos" not in clone.paths:  # one split; HELMET uses a tenth of it
         order, count = shuffled(len(tests), SEED), math.ceil(len(tests) / 10)
         train, tests = [tests[at] for at in order[count:]], [tests[at] for at in order[:count]]
     else:

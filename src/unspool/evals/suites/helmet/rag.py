@@ -2,7 +2,7 @@
 
 `fixed` fills the length with the passages most similar to the question, in random order. The depth of the gold passage
 is spread evenly over indices. `reference` uses HELMET's number of passages for the length and six depths per question
-(HotpotQA three), and cuts the end of a prompt that is too long.
+(HotpotQA three). It cuts the end of a prompt that is too long.
 """
 
 import hashlib

@@ -173,7 +173,7 @@ def _read_json(path: str) -> Any:
     try:
         return json.loads(_read_text(Path(path)))
     except ValueError as error:
-        raise DataError(f"ruler: {path} is not JSON ({error}).") from error
+        raise DataError(f"ruler: {path} is not JSON ({error}); correct the file.") from error
 
 
 class Sources:

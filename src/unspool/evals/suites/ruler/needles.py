@@ -3,8 +3,8 @@
 `fixed`: all keys and values are distinct, including those of the haystack. A single gold fact takes every depth of the
 grid by index. Several gold facts take one depth in each equal part. Essays start at a random sentence. The last line of
 a haystack may be cut to fit the length.
-`reference` reproduces RULER's random draws: keys and values are drawn with repetition, depths are drawn for every
-sample, essays start at their beginning, and needles are shuffled with a constant seed.
+`reference` reproduces RULER's random draws. Keys and values are drawn with repetition, and depths are drawn for every
+sample. Essays start at their beginning, and needles are shuffled with a constant seed.
 """
 
 import uuid

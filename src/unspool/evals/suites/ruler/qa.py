@@ -3,8 +3,9 @@
 Any one of the references is correct. `fixed`: questions come from the whole set in random order. Each gold document
 occurs once, at a depth that depends on the index. Documents of the same article or context come first, and the last
 document is cut between words to fit the length.
-`reference` reproduces RULER's random draws: questions in file order; documents shuffled with a constant seed, so a gold
-paragraph has one depth per number of documents; when documents run out, all are repeated, including gold documents.
+`reference` reproduces RULER's random draws. Questions come in file order. Documents are shuffled with a constant seed,
+so a gold paragraph has one depth per number of documents. When documents run out, all are repeated, including gold
+documents.
 """
 
 from collections.abc import Callable

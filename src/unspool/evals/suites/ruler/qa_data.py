@@ -78,7 +78,7 @@ def index_documents(raw: Sequence[RawQuestion], origin: str, extra: Iterable[str
     """Number the documents and drop questions without an answer."""
     answerable = [row for row in raw if any(row.answers)]
     if not answerable:
-        raise DataError(f"ruler: {origin} has no question with an answer.")
+        raise DataError(f"ruler: {origin} has no question with an answer; use another file.")
     found = {*extra, *(text for row in raw for text in row.context)}
     documents = sorted(found)
     number = {text: at for at, text in enumerate(documents)}

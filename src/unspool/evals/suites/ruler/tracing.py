@@ -2,8 +2,8 @@
 
 The references are all names that hold the value. `fixed`: all names are distinct, also in the example; one assignment
 is in each fifth of the noise; every question has its own example.
-`reference` reproduces RULER's random draws: one example per run, in which only names and value change, so its
-assignments are on the same lines in every sample; every prompt ends in a space.
+`reference` reproduces RULER's random draws. A run has one example, in which only names and value change, so its
+assignments are on the same lines in every sample. Every prompt ends in a space.
 """
 
 import string

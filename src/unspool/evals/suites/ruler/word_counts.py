@@ -1,8 +1,8 @@
 """RULER's word counting: the most common words of a numbered list (cwe) and of a text of code words (fwe).
 
 `fixed`: every question has its own word order, and the example shares no words with the list.
-`reference` reproduces RULER's random draws: lists are shuffled with a constant seed, so common words are at the same
-positions in every sample of a size; sizes change by ten words (cwe) or by 1/32 of the length (fwe).
+`reference` reproduces RULER's random draws. Lists are shuffled with a constant seed, so common words are at the same
+positions in every sample of a size. Sizes change by ten words (cwe) or by 1/32 of the length (fwe).
 """
 
 import string
