@@ -34,7 +34,7 @@ from unspool.training.optim.config import OPTIMIZERS
 TOOLS = Path(__file__).parents[1] / "tools"
 sys.path.insert(0, str(TOOLS))
 
-from reference.api_page import public_names  # noqa: E402
+from reference.api_page import SETTINGS, public_names, settings_table  # noqa: E402
 from reference.build import PAGES  # noqa: E402
 from reference.command_page import commands, options_table  # noqa: E402
 from reference.keys import keys_table, since  # noqa: E402
@@ -286,6 +286,13 @@ def test_every_public_name_has_a_docstring_and_a_place_on_the_page(pages):
     assert names == unspool.__all__
     assert unsummarized({name: getattr(unspool, name) for name in names}) == []
     assert [name for name in names if f'<span id="{name}"></span>' not in pages["reference/api.md"]] == []
+
+
+@pytest.mark.parametrize("cls", SETTINGS)
+def test_every_setting_of_a_function_is_described(cls, pages):
+    rows = [line.strip("| ").split(" | ") for line in settings_table(cls).splitlines()[2:]]
+    assert [row[0].strip("`") for row in rows] == [*cls.__annotations__]
+    assert settings_table(cls) in pages["reference/api.md"]
 
 
 def test_an_entry_without_a_docstring_is_found():

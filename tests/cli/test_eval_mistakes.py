@@ -57,6 +57,11 @@ MISTAKES = {
         "ruler vt: length 256 is too short: with this tokenizer, the smallest prompt and its answer need about 674 "
         "tokens. Use a larger length or remove this task.",
     ),
+    "tasks that do not fit their length": (
+        ["--suite", "ruler", "--tasks", "vt,niah_single_1,niah_single_2", "--lengths", "256,512", "--samples", "1"],
+        "ruler: length 256 is too short for 2 tasks: with this tokenizer, the smallest prompt and its answer need "
+        "about 674 tokens for vt and 294 tokens for niah_single_2. Use a larger length or remove these tasks.",
+    ),
     "file where the results should go": (
         ["--suite", "niah", "--lengths", "64", "--out", "taken/results"],
         "{cwd}/taken: file exists; it already exists; move it away, or use another path.",

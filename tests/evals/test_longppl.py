@@ -134,6 +134,8 @@ def test_settings_that_no_suite_has_are_refused():
     """They used to be ignored."""
     with pytest.raises(ConfigError, match=r"unknown setting 'sampels'; did you mean 'samples'\?"):
         unspool.evaluate("asset:tiny-base", "longppl", [512], sampels=3)
+    with pytest.raises(ConfigError, match=r"'min_gain' is a key of longppl; pass it as `suite_settings=\{'min_gain'"):
+        unspool.evaluate("asset:tiny-base", "longppl", [512], min_gain=3)
     with pytest.raises(ConfigError, match=r"longppl has no key 'min_gian'; did you mean 'min_gain'\?"):
         unspool.evaluate("asset:tiny-base", "longppl", [512], suite_settings={"min_gian": 1})
     with pytest.raises(ConfigError, match="'samples' has its own argument"):

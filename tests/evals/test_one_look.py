@@ -80,8 +80,8 @@ def test_a_model_that_forgets_beyond_1k_has_an_effective_length_of_1k(look, toke
     assert facts["effective_length"] == {"value": 1024, "low": 1024, "high": 1024}
     assert facts["stop"] == "collapse" and facts["not_asked"] == [4096, 8192]
     assert facts["sentence"].startswith(
-        "The effective length of base is 1K tokens of 8K claimed (95% interval 1K to 1K): the longest tested length at "
-        "which it keeps 85% of its score at 512 (100%"
+        "The effective length of base is 1K tokens of 8K claimed (95% interval 1K to 1K, among the tested lengths "
+        "512, 1K and 2K): the longest tested length at which it keeps 85% of its score at 512 (100%"
     )
     assert [(row["length"], row["value"]) for row in facts["lengths"]] == [(512, 1), (1024, 1), (2048, 0)]
     assert {cell["length"] for cell in summary["cells"]} == {512, 1024, 2048}
@@ -89,6 +89,7 @@ def test_a_model_that_forgets_beyond_1k_has_an_effective_length_of_1k(look, toke
     write_look(summary, tmp_path / "look.html")
     page = (tmp_path / "look.html").read_text(encoding="utf-8")
     assert "effective length 1K" in page and page.count("<svg") >= 2 and "Needle by depth" in page
+    assert "Both of its ends are tested lengths" in page and "a model may score much lower in other wordings" in page
 
 
 def test_a_model_that_never_forgets_keeps_all_of_its_context(look, tokenizer):
@@ -213,6 +214,9 @@ def test_the_command_ends_in_a_table_a_page_and_a_sentence(tokenizer, monkeypatc
     assert json.loads(as_json.stdout)["look"]["effective_length"]["value"] == 256
     report = CliRunner().invoke(build_app(), ["report", "scores/tiny-base"])
     assert report.exit_code == 0, report.output
+    assert "The effective length of tiny-base is 256 tokens of 512 claimed" in report.stdout
+    page = (tmp_path / "scores/tiny-base/report.html").read_text(encoding="utf-8")
+    assert page.count("The effective length of tiny-base is 256 tokens of 512 claimed") == 1
 
 
 @pytest.mark.parametrize(

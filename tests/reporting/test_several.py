@@ -148,3 +148,12 @@ def test_a_wide_suite_keeps_the_page_small(fake_run: Path):
 
     assert len(page.encode()) < 2_000_000
     assert "more tasks are only in “All numbers”" in page
+
+
+def test_a_folder_named_after_its_model_gives_the_name_once(fake_run: Path):
+    scores = fake_run / "scores" / "utk"
+    summary = json.loads((scores / "summary.json").read_text())
+    (scores / "summary.json").write_text(json.dumps({**summary, "model": "utk"}))
+    other = shutil.copytree(scores, fake_run.parent / "copy")
+
+    assert [line.label for line in lines_together([gather(scores), gather(other)])] == ["utk", "copy · utk"]

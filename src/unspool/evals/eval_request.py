@@ -31,6 +31,9 @@ OF_SUITES = (
     *("reference", "target_length", "reference_length"),
 )
 
+# Keys of entries that `suite_settings` cannot set.
+NOT_FREE = {"suite", "lengths", "length", "after"}
+
 Length = int | str
 
 
@@ -117,11 +120,12 @@ def check_request(
     With `may_look`, a request without suite and lengths measures the effective length.
     """
     given = dict(settings)
+    suites = [suite] if isinstance(suite, str) else None if suite is None else list(suite)
+    chosen = suites if suites is not None else list(DEFAULT_SUITES)
     for name in given:
         if name not in EvalSettings.__annotations__:
-            raise ConfigError(f"evaluate: unknown setting {name!r}{did_you_mean(name, EvalSettings.__annotations__)}")
+            raise ConfigError(_unknown_setting(name, chosen))
     ref = model_path(str(model), Path())
-    suites = [suite] if isinstance(suite, str) else None if suite is None else list(suite)
     is_short = suites == [SHORT]
     is_look = may_look and suite is None and lengths is None
     if is_look:
@@ -133,7 +137,6 @@ def check_request(
                 )
     elif given.get("budget") is not None:
         raise ConfigError("`budget` works only without `suite` and `lengths`; use `samples` instead.")
-    chosen = suites if suites is not None else list(DEFAULT_SUITES)
     wanted = list(lengths) if lengths else _preset_lengths(chosen, settings.get("preset"))
     override = rope_override(
         settings.get("rope"), settings.get("context"), None if is_short or is_look else parse_lengths(wanted)
@@ -166,6 +169,14 @@ def check_request(
     )
 
 
+def _unknown_setting(name: str, suites: Sequence[str]) -> str:
+    keys = {suite: SUITES[suite].config.model_fields for suite in suites if suite in SUITES}
+    having = [suite for suite, known in keys.items() if name in known and name not in NOT_FREE]
+    if having:
+        return f"evaluate: {name!r} is a key of {' and '.join(having)}; pass it as `suite_settings={{{name!r}: ...}}`."
+    return f"evaluate: unknown setting {name!r}{did_you_mean(name, EvalSettings.__annotations__)}"
+
+
 def chosen_evals(suites: Sequence[str], lengths: Sequence[Length], **options: Any) -> list[EvalConfig]:
     """Build entries of `evals` from options. Every suite gets the options that its config class has."""
     names, sizes = list(dict.fromkeys(suites)), parse_lengths(lengths)
@@ -193,7 +204,7 @@ def chosen_evals(suites: Sequence[str], lengths: Sequence[Length], **options: An
 def _check_suite_settings(own: Mapping[str, Any], suites: Mapping[str, Suite]) -> None:
     """Refuse keys that no suite has, and keys that have their own argument."""
     known = {key for suite in suites.values() for key in suite.config.model_fields}
-    free = known - set(EvalSettings.__annotations__) - {"suite", "lengths", "length", "after"}
+    free = known - set(EvalSettings.__annotations__) - NOT_FREE
     for key in own:
         if key not in known:
             raise ConfigError(f"`suite_settings`: {' and '.join(suites)} has no key {key!r}{did_you_mean(key, free)}")

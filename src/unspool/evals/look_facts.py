@@ -116,19 +116,24 @@ def _sentence(model: str, facts: Mapping[str, Any]) -> str:
             "The effective length was not determined."
         )
     basis = f"its score at {format_size(first['length'])} ({format_percent(first['value'])}, n = {first['n']})"
-    claimed = f" of {_tokens(facts['context']['tokens'])} claimed" if facts["context"] else ""
+    claimed = f" of {format_size(facts['context']['tokens'])} claimed" if facts["context"] else ""
     if found is None:
         return f"{model} was tested at only one length, {basis}. The effective length was not determined."
     value = f"at least {format_size(found['value'])}" if facts["at_least"] else format_size(found["value"])
     high = format_size(found["high"]) + (" or more" if facts["high_is_open"] else "")
+    tested = _lengths([row["length"] for row in rows])
     return (
         f"The effective length of {model} is {value} tokens{claimed} (95% interval {format_size(found['low'])} to "
-        f"{high}): the longest tested length at which it keeps {format_percent(facts['kept_share'])} of {basis}."
+        f"{high}, among the tested lengths {tested}): the longest tested length at which it keeps "
+        f"{format_percent(facts['kept_share'])} of {basis}."
     )
 
 
-def _tokens(count: int) -> str:
-    return format_size(count)
+def _lengths(lengths: Sequence[int]) -> str:
+    """All lengths, or the first and last of more than three."""
+    if len(lengths) > 3:
+        return f"{format_size(lengths[0])} to {format_size(lengths[-1])}"
+    return join_words([format_size(length) for length in lengths])
 
 
 def _notes(facts: Mapping[str, Any]) -> list[str]:
@@ -139,10 +144,7 @@ def _notes(facts: Mapping[str, Any]) -> list[str]:
     lengths = facts["not_asked"]
     if not lengths:
         return notes
-    if len(lengths) > 3:
-        shown = f"{format_size(lengths[0])} to {format_size(lengths[-1])}"
-    else:
-        shown = join_words([format_size(length) for length in lengths])
+    shown = _lengths(lengths)
     if facts["stop"] == "collapse":
         notes.append(f"{shown} not tested: the score fell below half of the score at the shortest length")
     elif facts["stop"] == "refusal":

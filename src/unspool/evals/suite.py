@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from unspool.core.errors import ConfigError
+from unspool.core.formatting import join_words
 from unspool.core.sizes import format_size
 from unspool.evals.config import EvalConfig
 from unspool.evals.heldout import Heldout, PlanInputs
@@ -27,6 +29,22 @@ Cell = dict[str, Any]
 """One number of summary.json, with its n and interval."""
 PromptLine = dict[str, Any]
 """One line of prompts.jsonl."""
+
+
+class TooShortError(ConfigError):
+    """A task does not fit a length."""
+
+    def __init__(self, suite: str, length: int, needed: Mapping[str, int]) -> None:
+        """`needed` has the number of tokens that each task needs."""
+        (task, least), *others = needed.items()
+        self.needed = needed
+        prompt = "with this tokenizer, the smallest prompt and its answer need about"
+        if others:
+            each = join_words([f"{count} tokens for {name}" for name, count in needed.items()])
+            problem = f"{suite}: length {length} is too short for {len(needed)} tasks: {prompt} {each}. "
+        else:
+            problem = f"{suite} {task}: length {length} is too short: {prompt} {least} tokens. "
+        super().__init__(f"{problem}Use a larger length or remove {'these tasks' if others else 'this task'}.")
 
 
 @dataclass(frozen=True, kw_only=True)

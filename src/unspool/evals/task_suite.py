@@ -28,7 +28,19 @@ from unspool.evals.prompts import (
     group_prompts,
     prompt_hash,
 )
-from unspool.evals.suite import Ask, Cell, PlannedEval, PromptLine, Question, QuestionId, Sample, Suite, Task, Unit
+from unspool.evals.suite import (
+    Ask,
+    Cell,
+    PlannedEval,
+    PromptLine,
+    Question,
+    QuestionId,
+    Sample,
+    Suite,
+    Task,
+    TooShortError,
+    Unit,
+)
 from unspool.evals.summary import suite_summary, task_cells
 from unspool.evals.wording import Forms, Wording, read_wording
 
@@ -162,7 +174,10 @@ class PlannedTasks(PlannedEval):
         return task.build(self.sources, ask)
 
     def prompt_line(self, question: QuestionId, cache: PromptCache | None = None) -> PromptLine:
-        asked, ids = encoded = self._encode(question)
+        try:
+            asked, ids = encoded = self._encode(question)
+        except TooShortError as error:
+            raise self._all_too_short(question, error) from error
         if cache is not None:
             self._cache = cache
             cache.put((id(self), question), encoded)
@@ -178,6 +193,20 @@ class PlannedTasks(PlannedEval):
             "depth": asked.depth,
             **self._wording_hash,
         }
+
+    def _all_too_short(self, failed: QuestionId, error: TooShortError) -> TooShortError:
+        """The error with all other tasks that do not fit this length."""
+        needed = {failed.task: max(error.needed.values())}
+        firsts = {one.task: one for one in reversed(self.question_ids) if one.length == failed.length}
+        for name in self.tasks:
+            try:
+                if name not in needed and name in firsts:
+                    self._encode(firsts[name])
+            except TooShortError as other:
+                needed[name] = max(other.needed.values())
+            except (ConfigError, DataError):
+                continue  # another problem, which appears once this one is solved
+        return TooShortError(self.suite.name, failed.length, needed)
 
     def group_questions(self, lines: Sequence[PromptLine], row_tokens: int) -> None:
         by_id = {

@@ -283,7 +283,7 @@ EQUAL_TOKENS = 0.01
 
 
 def headline(results: RunResults) -> list[str]:
-    """Up to three sentences: recall, loss beyond and inside the original context, and which arm wins."""
+    """Sentences about recall, loss beyond and inside the original context, the best arm, and effective lengths."""
     title = f"{results.name}{_extension(results)}"
     if not results.models:
         return [f"{title}. No scores yet: run the recipe's evals to compare the model before and after."]
@@ -296,7 +296,8 @@ def headline(results: RunResults) -> list[str]:
     if not lines:
         return [f"{title}. The score files contain no numbers."]
     lines[0] = f"{title}. {lines[0]}"
-    return [*lines, *_arms(measures, results)]
+    looks = [model.effective_length for model in results.models if model.effective_length]
+    return [*lines, *_arms(measures, results), *looks]
 
 
 def _extension(results: RunResults) -> str:

@@ -74,6 +74,7 @@ def _model(name: str, folder: Path | None, short_file: Path | None) -> ModelScor
             if (said := _optional_text(entry.get("comparability")))
         },
         asked=_asked(summary) if folder else {},
+        effective_length=_look_sentence(summary),
     )
 
 
@@ -114,6 +115,11 @@ def _cell(raw: Any, path: Path, position: int) -> Cell:
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DataError(f"{path}: cell {position} cannot be read ({error!r}); score this model again.") from error
+
+
+def _look_sentence(summary: dict[str, Any]) -> str | None:
+    look = summary.get("look")
+    return _optional_text(look.get("sentence")) if isinstance(look, dict) else None
 
 
 def _optional_text(value: Any) -> str | None:

@@ -86,7 +86,9 @@ def lines_together(runs: Sequence[RunResults]) -> list[Line]:
             if model.name == BASE and any(line.scores.cells == model.cells for line in lines):
                 continue
             context = run.context_of(model.name)
-            lines.append(Line(label=f"{label} · {model.name}", style=len(lines), scores=model, context=context))
+            # A folder of `unspool eval` is often named after its model.
+            name = model.name if label == model.name else f"{label} · {model.name}"
+            lines.append(Line(label=name, style=len(lines), scores=model, context=context))
     return lines
 
 

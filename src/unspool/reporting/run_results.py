@@ -99,6 +99,7 @@ class ModelScores:
     comparability: dict[str, str] = field(
         default_factory=dict
     )  # suite: whether it is comparable with published numbers, and why
+    effective_length: str | None = None  # sentence with the result of `unspool eval MODEL`
 
     def recall(self, suite: str, length: int, depth: float | None = None) -> Cell | None:
         wanted = (suite, length, depth)

@@ -57,8 +57,8 @@ class NiahEval(EvalConfig):
     wordings: list[str] = Field(
         ["magic"],
         min_length=1,
-        description="Wordings of facts and questions: names, or the sets development, heldout and all. Questions are "
-        "spread evenly over them.",
+        description="Wordings of facts and questions: names, or the sets development (magic, record, parcel), heldout "
+        "(locker, password, ship) and all. Questions are spread evenly over them.",
     )
     distractors: list[Annotated[int, Field(ge=0)]] = Field(
         [0],

@@ -11,9 +11,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from unspool.core.errors import ConfigError
 from unspool.core.rng import rng_for
-from unspool.evals.suite import Ask, Question
+from unspool.evals.suite import Ask, Question, TooShortError
 from unspool.evals.suites.ruler.haystacks import Sources
 from unspool.evals.wording import PREFIX, Wording
 
@@ -41,12 +40,8 @@ class TokenBudget:
     length: int
     tokens: int  # tokens available for the prompt's own text
 
-    def too_short(self, needed: int) -> ConfigError:
-        least = self.length - self.tokens + needed
-        return ConfigError(
-            f"ruler {self.task}: length {self.length} is too short: with this tokenizer, the smallest prompt and its "
-            f"answer need about {least} tokens. Use a larger length or remove this task."
-        )
+    def too_short(self, needed: int) -> TooShortError:
+        return TooShortError("ruler", self.length, {self.task: self.length - self.tokens + needed})
 
 
 @dataclass(frozen=True, kw_only=True)
