@@ -125,6 +125,11 @@ def test_a_model_folder_needs_no_run_and_takes_one(run_dir, tmp_path, in_this_pr
     assert "## Recipe" in (tmp_path / "with-run" / "README.md").read_text()
 
 
+def test_a_shipped_model_is_exported_by_its_name(tmp_path, in_this_process):
+    assert run("asset:tiny-base", tmp_path / "base").exit_code == 0
+    assert (tmp_path / "base" / "model.safetensors").is_file()
+
+
 def test_an_earlier_export_is_replaced_and_nothing_else(run_dir, tmp_path, in_this_process):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "letter.txt").write_text("dear")

@@ -24,7 +24,7 @@ PREFIXES: dict[str, Kind] = {"rows-": "dataset", "docs-": "corpus"}
 CONVERSATIONS = "conversations-*.jsonl.zst"
 ACCEPTED_PATHS = (
     "a run's folder, a folder of its corpus/, datasets/ or synth/, a rows-*.arrow or docs-*.arrow file, "
-    "or an input file such as books.jsonl"
+    "or an input file such as books.jsonl or book.txt"
 )
 
 

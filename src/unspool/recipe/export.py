@@ -67,6 +67,7 @@ class Exported:
 
 def find_checkpoint(path: Path, *, stage: str | None = None, run_dir: Path | None = None) -> Checkpoint:
     """Find the checkpoint at `path`: a model, a stage's model, or that of a run's stage: `stage`, or its final one."""
+    path = Path(resolve_path(str(path), Path()))  # asset:NAME
     if (path / "model" / "config.json").is_file():
         path = path / "model"
     if (path / "config.json").is_file() or (path.suffix == ".gguf" and path.is_file()):
