@@ -82,7 +82,7 @@ def inspect_attention(
     name: Sequence[str] = (),
     device: str = "auto",
 ) -> AttentionView:
-    """Measure long-range attention on a text, and draw attention maps of the heads with the most of it.
+    """Measure long-range attention on a text, and map the heads that attend farthest.
 
     A map shows the largest probability in each block of 16 × 16 tokens, as Figure 8 of Untie the Knots does. The full
     attention matrix is never held in memory.

@@ -33,7 +33,7 @@ def check_finite(model: Any, what: str) -> None:
     weights = {name: weight for name, weight in model.named_parameters() if weight.dtype in _FLOATS}
     if not weights:
         return
-    # A sum is not finite if any value is not. All sums take one transfer from the device.
+    # A sum is not finite if any value is not. One transfer copies all sums from the device.
     sums = torch.stack([weight.sum().float() for weight in weights.values()]).tolist()
     suspects = [name for name, total in zip(weights, sums, strict=True) if not math.isfinite(total)]
     # Sums of finite 16-bit values can overflow.

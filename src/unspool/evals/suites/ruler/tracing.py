@@ -99,7 +99,7 @@ def _reference(sources: Sources, ask: Ask, draws: Draws) -> Script:
     def write(size: int, name_len: int, value: str | None = None) -> Draft:
         names = [draws.letters(string.ascii_uppercase, name_len) for _ in range(NUM_NAMES)]
         if len(set(names)) < NUM_NAMES:
-            raise ValueError("two names are equal")
+            raise ValueError("two names of the chain are equal")
         value = value or str(draws.numpy.randint(10_000, 99_999))
         positions = sorted(draws.random.sample(range(size), NUM_NAMES))
         text = insert([line] * size, positions, _chain(names, value, end=" "), "\n").replace(". \n", ".\n")
