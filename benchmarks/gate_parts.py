@@ -28,7 +28,7 @@ RESUME_STEPS, STOP_AFTER = 8, 2
 # add in the same order twice: 0.012 on an H200. Without the optimizer state the share was 0.38 (tiny shapes, CPU).
 RESUME_TOLERANCE = 0.1
 LOGIT_TOLERANCE = 0.25  # bf16 logits of standard deviation 1
-TEST_WORKERS = 6
+TEST_WORKERS = 10
 VERIFIED_MODELS = ("llama", "gemma2", "phi3", "llama+dynamic", "llama+harpe")
 VERIFIED_CHECKS: tuple[str, ...] = ()  # all of them
 

@@ -10,6 +10,7 @@
 - loop: optimizer steps of the same stage on the same rows, and nothing else. Goal: the product reaches 97% of it.
 - peer: Liger's kernels, SDPA, gradient checkpointing (8B), torch's fused AdamW in bf16. It has no document mask, so
   ProLong's mix (five rows of one document to three of short ones) takes it as long as 64K.
+- 8B at 64K and ProLong's mix differ only in their rows, so both are measured in one run.
 
 Ours has bf16 weights with stochastic rounding and 8-bit moments at 8B (Llama-3's shape) and fp32 masters at 135M
 (SmolLM2's shape, four rows of 32K per step). Each case and column runs in its own process; every other case and round
@@ -27,7 +28,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from cases import CASES
+from cases import CASES, Case, tokens_per_second
 from processes import in_own_process
 
 COLUMNS = ("product", "loop", "peer")
@@ -61,6 +62,8 @@ def main() -> None:
         for case, column in order(args.cases, args.columns, args.rounds, in_budget=args.budget < float("inf")):
             found = measure(case, column, Path(folder) / case, deadline - time.monotonic(), args)
             add_column(results.setdefault(case, {}), column, found)
+            for other in (name for name in args.cases if CASES[name].same_steps == case and column != "peer"):
+                add_column(results.setdefault(other, {}), column, whole_rows(found, CASES[other]))
             if args.save or args.out != RESULTS:
                 write(args.out, results)
     print(table(results))
@@ -77,7 +80,8 @@ def order(cases: list[str], columns: list[str], rounds: int, *, in_budget: bool)
     found = []
     for turn in range(rounds):
         for number, case in enumerate(cases):
-            own = [column for column in columns if column != "peer" or CASES[case].same_peer not in cases]
+            same = {"peer": CASES[case].same_peer}
+            own = [column for column in columns if same.get(column, CASES[case].same_steps) not in cases]
             if (turn + number) % 2:
                 own.reverse()
             if in_budget and turn == 0:
@@ -110,6 +114,15 @@ def measure(case: str, column: str, folder: Path, seconds: float, args: argparse
         flush=True,
     )
     return found | {"seconds": round(took, 1)}
+
+
+def whole_rows(found: dict[str, Any], case: Case) -> dict[str, Any]:
+    """The part of a column that was measured on rows of one document."""
+    if "step_seconds" not in found:
+        return found
+    steps = [sample for sample in zip(found["kinds"], found["step_seconds"], strict=True) if sample[0] == "whole"]
+    rate = {"tokens_per_second": round(tokens_per_second(case, steps), 1)}
+    return found | rate | {"step_seconds": [one for _, one in steps], "kinds": [kind for kind, _ in steps]}
 
 
 def add_column(case: dict[str, Any], column: str, found: dict[str, Any]) -> None:

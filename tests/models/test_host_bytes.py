@@ -1,9 +1,11 @@
 """What is computed for host memory is what offloading takes."""
 
+import threading
+
 import pytest
 
 from models.memory_factory import LAYERS, build, trained
-from unspool.models.memory.checkpointing import release_host_memory
+from unspool.models.memory.checkpointing import release_host_memory, reserve_host_memory
 from unspool.models.memory.host_bytes import (
     BLOCK_BYTES,
     LayerWidths,
@@ -37,6 +39,16 @@ def test_the_blocks_of_a_step_are_those_computed_and_are_given_back(policy):
     assert release_host_memory(model) == 0
     trained(model, (64,))
     assert release_host_memory(model) == computed
+    # Reserved beforehand, a step needs no other block.
+    reserve_host_memory(model, policy, tokens=64)
+    trained(model, (64,))
+    assert release_host_memory(model) == computed
+    # Blocks that are pinned meanwhile are released too.
+    reserve_host_memory(model, policy, tokens=64)
+    release_host_memory(model)
+    for thread in [one for one in threading.enumerate() if one.name == "unspool-pin"]:
+        thread.join()
+    assert release_host_memory(model) == 0
 
 
 def test_tensors_take_whole_blocks():

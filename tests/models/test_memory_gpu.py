@@ -77,6 +77,7 @@ def test_each_setting_lowers_the_peak():
 def test_bytes_survive_a_busy_device():
     """Memory is let go and used again while copies are under way, as between layers."""
     offloader = Offloader(torch.device("cuda"), block_bytes=1 << 20)
+    offloader.reserve(8 << 20)
     for _ in range(3):
         stored, chain, sums = None, [], []
         for number in range(12):

@@ -1,9 +1,13 @@
 """Every byte that is put away comes back, and host memory is pinned once."""
 
+import threading
+
+import pytest
 import torch
 
 from factory import CPU
 from models.memory_factory import apart, build, trained
+from unspool.core.errors import UnspoolError
 from unspool.models.memory import checkpointing
 from unspool.models.memory.kept import Kept, Key
 from unspool.models.memory.offload import Offloader, Stored, is_dense
@@ -97,3 +101,35 @@ def test_only_inputs_of_layers_but_the_last_are_put_away_and_blocks_are_used_aga
     assert offloader.num_blocks == 4 * 64 * 32 * 4 // 1024
     assert len(offloader.free) == offloader.num_blocks
     assert apart(found, trained(build(), *batches)) == 0
+
+
+def test_reserved_blocks_are_used_while_others_are_pinned(monkeypatch):
+    slow = threading.Event()
+    pin = Offloader._pin
+
+    def pin_slowly(offloader):
+        slow.wait(0.01)
+        return pin(offloader)
+
+    monkeypatch.setattr(Offloader, "_pin", pin_slowly)
+    offloader = Offloader(CPU, block_bytes=64)
+    offloader.reserve(20 * 64)
+    stored = [offloader.put(torch.randn(4 * 16)) for _ in range(6)]  # 24 blocks
+
+    assert offloader.num_blocks == 24, "more than 20 were needed, and no block may be pinned twice"
+    assert len({block.data_ptr() for one in stored for block in one.blocks}) == 24
+
+
+def test_what_cannot_be_reserved_is_reported_where_it_is_needed(monkeypatch):
+    def refuse(offloader):
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(Offloader, "_pin", refuse)
+    offloader = Offloader(CPU, block_bytes=64)
+    offloader.reserve(20 * 64)
+
+    with pytest.raises(UnspoolError, match=r"no more than 0\.0 GiB could be pinned"):
+        offloader.put(torch.randn(16))
+    for thread in [one for one in threading.enumerate() if one.name == "unspool-pin"]:
+        thread.join()
+    assert offloader.num_blocks == 0

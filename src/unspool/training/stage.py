@@ -33,7 +33,7 @@ from unspool.models.config import NewModel
 from unspool.models.export import save_model
 from unspool.models.fuse import fuse_parts
 from unspool.models.load import add_special_tokens, build_new, load_model
-from unspool.models.memory.checkpointing import apply_memory, release_host_memory
+from unspool.models.memory.checkpointing import apply_memory, release_host_memory, reserve_host_memory
 from unspool.models.memory.policy import MemoryPolicy
 from unspool.models.rotary import apply_rope
 from unspool.models.tokenizer import load_tokenizer
@@ -156,6 +156,7 @@ def run_stage(
             distillation.before()
     with phases("resume"):
         done = resume(work, updater, guard, logs=LOGS, seed=seed, stage=stage.name, dist_context=dist_context)
+    reserve_host_memory(model, stage.memory, tokens=-(-stage.tokens_per_pass // layout.sequence_ranks))
     if dist_context.is_leader:
         _announce(stage, mix, reason, done=done, dist_context=dist_context)
     # No rank reads the logs before the leader has truncated them to the checkpoint.

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from unspool.core.errors import ConfigError
 from unspool.models.attention.interface import apply_head_chunks
 from unspool.models.checks import attention_of, check_tokenwise, layers_of, tokenwise_modules
+from unspool.models.memory.host_bytes import LayerWidths, pool_bytes
 from unspool.models.memory.kept import Kept, keep_result_of
 from unspool.models.memory.offload import Offloader, Stored
 from unspool.models.memory.policy import MemoryPolicy
@@ -57,14 +58,30 @@ def apply_checkpointing(layers: list[nn.Module], policy: MemoryPolicy, device: t
         before = group
 
 
+def reserve_host_memory(model: Any, policy: MemoryPolicy, *, tokens: int) -> None:
+    """Start to pin the host memory of a micro-batch of `tokens` tokens; without this the first one waits for it."""
+    element_bytes = 2 if next(model.parameters()).device.type == "cuda" else 4
+    widths = LayerWidths.of_config(model.config.to_dict())
+    pools = pool_bytes(policy, widths, tokens, element_bytes=element_bytes)
+    for offloader, num_bytes in zip(_offloaders(model), pools, strict=True):
+        if offloader is not None:
+            offloader.reserve(num_bytes)
+
+
 def release_host_memory(model: Any) -> int:
     """Free the host memory of offloaded activations, and return its bytes. The next forward pass allocates it again.
 
     Without this the memory would stay pinned while the model is exported.
     """
-    groups = [getattr(getattr(layer.forward, "func", None), "__self__", None) for layer in layers_of(model)]
-    found = {offloader for group in groups if isinstance(group, _Group) for offloader in group.offloaders}
-    return sum(offloader.release() for offloader in found if offloader is not None)
+    return sum(offloader.release() for offloader in _offloaders(model) if offloader is not None)
+
+
+def _offloaders(model: Any) -> tuple[Offloader | None, Offloader | None]:
+    """Return the offloaders of checkpoints and of kept results."""
+    forwards = [getattr(layer.forward, "func", None) for layer in layers_of(model)]
+    groups = [owner for owner in (getattr(one, "__self__", None) for one in forwards) if isinstance(owner, _Group)]
+    checkpoints = next((group.offloader for group in groups if group.offloader is not None), None)
+    return checkpoints, next((group.keeper for group in groups if group.keeper is not None), None)
 
 
 def host_layers(num_layers: int, *, keep: int, on_host: int) -> set[int]:
@@ -89,8 +106,8 @@ class _Group:
         self._forwards = [layer.forward for layer in layers]
         self._name = type(layers[0]).__name__
         self._options: dict[str, Any] = {}
-        self._offloader = offloader
-        self.offloaders = {offloader}
+        self.offloader = offloader
+        self.keeper: Offloader | None = None
         self._before = before
         self._calls: list[Call] = []
         self._hidden: Tensor | None = None
@@ -101,7 +118,7 @@ class _Group:
 
     def keep(self, offloader: Offloader | None) -> None:
         """Keep the results of `kept.call`, on the device or in host memory."""
-        self.offloaders.add(offloader)
+        self.keeper = offloader
 
         def contexts() -> Any:
             self.kept = Kept(offloader, self._before.kept if self._before else None)
@@ -125,9 +142,9 @@ class _Group:
             self._hidden = hidden
             return hidden
         calls, self._calls, self._hidden = self._calls, [], None
-        if self._offloader is None:
+        if self.offloader is None:
             return checkpoint(partial(self._run, calls), hidden, use_reentrant=False, **self._options)
-        return self._run_offloaded(calls, hidden, self._offloader)
+        return self._run_offloaded(calls, hidden, self.offloader)
 
     def _run(self, calls: list[Call], hidden: Any) -> Any:
         for number, (args, kwargs) in enumerate(calls):

@@ -45,16 +45,21 @@ def activation_bytes(
     policy: MemoryPolicy, widths: LayerWidths, tokens: int, *, element_bytes: int = 2, block_bytes: int = BLOCK_BYTES
 ) -> int:
     """Return the bytes of host memory for the activations of a micro-batch of `tokens` tokens, in whole blocks."""
+    return sum(pool_bytes(policy, widths, tokens, element_bytes=element_bytes, block_bytes=block_bytes))
+
+
+def pool_bytes(
+    policy: MemoryPolicy, widths: LayerWidths, tokens: int, *, element_bytes: int = 2, block_bytes: int = BLOCK_BYTES
+) -> tuple[int, int]:
+    """Return the bytes of `activation_bytes` for (checkpoints, kept results), which have separate blocks."""
 
     def blocks(tensor_bytes: int) -> int:
         return -(-tensor_bytes // block_bytes) * block_bytes
 
-    total = 0
-    if policy.offload:
-        # The last group's checkpoint stays on the device.
-        groups = -(-widths.num_layers // policy.layers_per_checkpoint)
-        total += (groups - 1) * blocks(element_bytes * widths.hidden * tokens)
-    return total + policy.keep_on_host * sum(blocks(per_token * tokens) for per_token in widths.kept(element_bytes))
+    # The last group's checkpoint stays on the device.
+    groups = -(-widths.num_layers // policy.layers_per_checkpoint) - 1 if policy.offload else 0
+    kept = sum(blocks(per_token * tokens) for per_token in widths.kept(element_bytes))
+    return groups * blocks(element_bytes * widths.hidden * tokens), policy.keep_on_host * kept
 
 
 def with_fewer_kept(

@@ -3,13 +3,15 @@
 Tensors return in reverse order, byte for byte and in the same layout, which backward kernels rely on. Copies run on a
 separate CUDA stream while the device computes. Host memory is a pool of blocks of one size, pinned once and reused by
 every micro-batch of any length. A tensor takes whole blocks, because torch pins memory in powers of two: a tensor of 5
-GiB alone would take 8 GiB. On a CPU the same blocks are used, which saves nothing.
+GiB alone would take 8 GiB. Pinning 94 GiB takes 20 s and more, so `reserve` pins in the background while the first step
+is compiled. On a CPU the same blocks are used, which saves nothing.
 """
 
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from threading import Condition, Thread
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from unspool.models.memory.host_bytes import BLOCK_BYTES
 
 # Most bytes on the device that wait for their copies to the host; more is faster and takes more memory.
 MAX_PENDING = 6 << 30
+PINNING_THREADS = 4  # each pins one block at a time
 
 
 @dataclass(eq=False)
@@ -42,9 +45,19 @@ class Offloader:
         self.block_bytes = block_bytes
         self.free: list[Tensor] = []
         self.num_blocks = 0
+        self._changed = Condition()  # guards the counts and `free`
+        self._reserved = 0  # background threads pin blocks until there are this many
+        self._pinning = 0  # blocks in `num_blocks` that they have not finished
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._pending: deque[Stored] = deque()
+
+    def reserve(self, num_bytes: int) -> None:
+        """Start to pin `num_bytes` in the background. Blocks can be used as soon as each is pinned."""
+        with self._changed:
+            self._reserved = num_bytes // self.block_bytes
+        for _ in range(min(PINNING_THREADS, self._reserved - self.num_blocks)):
+            Thread(target=self._pin_reserved, name="unspool-pin").start()
 
     def put(self, tensor: Tensor, *, before: Stored | None = None) -> Stored:
         """Start the copy to the host; a later call releases the device memory."""
@@ -70,7 +83,8 @@ class Offloader:
         assert tensor is not None
         stored.on_device = None
         # The next copy into these blocks runs on the same stream, so after this copy.
-        self.free += stored.blocks
+        with self._changed:
+            self.free += stored.blocks
         stored.blocks = []
         if stored in self._pending:
             self._pending.remove(stored)
@@ -93,9 +107,12 @@ class Offloader:
 
     def release(self) -> int:
         """Free all blocks that hold no tensor, and return their bytes."""
-        released = len(self.free) * self.block_bytes
-        self.num_blocks -= len(self.free)
-        self.free.clear()
+        with self._changed:
+            self._reserved = 0
+            self._changed.wait_for(lambda: not self._pinning)
+            released = len(self.free) * self.block_bytes
+            self.num_blocks -= len(self.free)
+            self.free.clear()
         if self._stream is not None:
             # torch caches freed pinned memory; the name of the function that frees it differs between versions.
             names = ("_accelerator_emptyHostCache", "_host_emptyCache")
@@ -114,18 +131,42 @@ class Offloader:
             self._pending.popleft()
 
     def _block(self) -> Tensor:
-        if self.free:
-            return self.free.pop()
+        with self._changed:
+            self._changed.wait_for(lambda: self.free or not self._pinning)
+            if self.free:
+                return self.free.pop()
+            self.num_blocks += 1
         try:
-            block = torch.empty(self.block_bytes, dtype=torch.uint8, pin_memory=self._stream is not None)
+            return self._pin()
         except (RuntimeError, MemoryError) as error:
+            self.num_blocks -= 1
             taken = self.num_blocks * self.block_bytes / (1 << 30)
             raise UnspoolError(
                 f"host memory: no more than {taken:.1f} GiB could be pinned for activations "
                 f"({str(error).splitlines()[0]}); lower keep_on_host, or raise layers_per_checkpoint."
             ) from error
-        self.num_blocks += 1
-        return block
+
+    def _pin(self) -> Tensor:
+        return torch.empty(self.block_bytes, dtype=torch.uint8, pin_memory=self._stream is not None)
+
+    def _pin_reserved(self) -> None:
+        while True:
+            with self._changed:
+                if self.num_blocks >= self._reserved:
+                    return
+                self.num_blocks += 1
+                self._pinning += 1
+            try:
+                found = [self._pin()]
+            except (RuntimeError, MemoryError):  # `_block` reports it if so many blocks are needed
+                found = []
+            with self._changed:
+                self._pinning -= 1
+                self.free += found
+                if not found:
+                    self.num_blocks -= 1
+                    self._reserved = 0
+                self._changed.notify_all()
 
     @contextmanager
     def _copy_stream(self) -> Iterator[None]:
