@@ -125,7 +125,7 @@ def run_audit(code: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     Path("train.py").write_text(code)
     _, command, *target = fences(AUDIT_PAGE, "sh")[0].split()
     found = CliRunner().invoke(build_app(), [command, *target])
-    monkeypatch.delitem(sys.modules, "train")
+    del sys.modules["train"]  # monkeypatch.delitem would put this module back after the test
     return found
 
 
