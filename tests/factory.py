@@ -102,6 +102,14 @@ def random_row(
     )
 
 
+class RowList(list[Row]):
+    """Rows in memory, where a `RowSet` is expected."""
+
+    @property
+    def row_len(self) -> int:
+        return len(self[0].tokens)
+
+
 def save_rows(folder: Path, rows: Sequence[Row], *, added_tokens: Mapping[str, int] | None = None) -> Path:
     """A rows artifact, as `data.rows` publishes it."""
     masked = any(row.loss_mask is not None for row in rows)

@@ -87,6 +87,52 @@ def test_what_a_head_does_to_its_logits_is_in_loss_and_gradients(inputs, shape, 
     assert abs(total.item() - plain(hidden, weight, labels).item()) > 1, "the shape did nothing, so nothing was tried"
 
 
+@pytest.mark.parametrize("shape", [{}, *SHAPES])
+@pytest.mark.parametrize("chunk", [1, 8, 1000])
+def test_weights_scale_each_tokens_loss_and_gradient(inputs, shape, chunk):
+    hidden, weight, labels = inputs
+    bias = torch.randn(NUM_WORDS, generator=torch.Generator().manual_seed(2), requires_grad=True)
+    shape = shape | ({"bias": bias} if "bias" in shape else {})
+    leaves = [hidden, weight, *([bias] if "bias" in shape else [])]
+    weights = label_weights(labels)
+    wanted = functional.cross_entropy(
+        plain_logits(hidden, weight, **shape), labels, ignore_index=IGNORE, reduction="none"
+    )
+    wanted_grads = torch.autograd.grad((weights * wanted).sum(), leaves)
+
+    for num_valid in (None, 5 * len(labels) // 10):  # slices, and rows that are gathered
+        some = labels if num_valid is None else keep_first(labels, num_valid)
+        total, losses = summed_loss(
+            hidden, Head(weight=weight, **shape), some, chunk=chunk, num_valid=num_valid, weights=weights
+        )
+        torch.testing.assert_close(losses, wanted * (some != IGNORE))
+        torch.testing.assert_close(total, (weights * wanted * (some != IGNORE)).sum())
+    total, _ = summed_loss(hidden, Head(weight=weight, **shape), labels, chunk=chunk, weights=weights)
+    for ours, reference in zip(torch.autograd.grad(total, leaves), wanted_grads, strict=True):
+        torch.testing.assert_close(ours, reference, rtol=1e-4, atol=2e-5)
+
+
+def label_weights(labels: torch.Tensor) -> torch.Tensor:
+    """Weights from 0.1 to about 5, and 0 where labels are ignored."""
+    weights = 0.1 + 5 * torch.rand(len(labels), generator=torch.Generator().manual_seed(7)).to(labels.device)
+    return weights * (labels != IGNORE)
+
+
+def keep_first(labels: torch.Tensor, count: int) -> torch.Tensor:
+    return labels.masked_fill((labels != IGNORE).cumsum(0) > count, IGNORE)
+
+
+def test_without_gradients_no_product_is_computed_and_losses_are_the_same(inputs, monkeypatch):
+    hidden, weight, labels = inputs
+    _, wanted = summed_loss(hidden, weight, labels, chunk=8)
+    monkeypatch.setattr(loss_module, "_WeightGrad", None)
+
+    with torch.no_grad():
+        _, found = summed_loss(hidden, weight, labels, chunk=8)
+
+    assert torch.equal(found, wanted)
+
+
 def test_tied_embeddings_get_the_gradient_of_both_uses(inputs):
     _, weight, labels = inputs
     tokens = torch.arange(NUM_TOKENS) % NUM_WORDS
@@ -276,6 +322,39 @@ def test_cuda_equals_full_logits_in_fp32(dtype, num_words, shape, chunk):
         assert float((ours.float() - right.float()).norm() / right.float().norm()) < close
     assert (losses[labels == IGNORE] == 0).all()
     assert (grads[0][labels == IGNORE] == 0).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("share", [0.0, 0.5])
+@pytest.mark.parametrize("shape", [{}, {"scale": 0.5, "softcap": 3.0}])
+def test_cuda_weights_scale_each_tokens_loss_and_gradient(dtype, share, shape):
+    hidden, weight, labels = on_cuda(dtype, 20_001, share)
+    weights, num_valid = label_weights(labels), int((labels != IGNORE).sum())
+    logits = plain_logits(hidden.float(), weight.float(), **shape)
+    wanted = functional.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="none")
+    wanted_grads = torch.autograd.grad((weights * wanted).sum(), (hidden, weight))
+
+    head = Head(weight=weight, **shape)
+    total, losses = summed_loss(hidden, head, labels, chunk=128, num_valid=num_valid, weights=weights)
+    grads = torch.autograd.grad(total, (hidden, weight))
+
+    close = 1e-4 if dtype == torch.float32 else 1e-2
+    assert float(total) == pytest.approx(float((weights * wanted).sum()), rel=close)
+    for ours, right in zip([losses, *grads], [wanted, *wanted_grads], strict=True):
+        assert float((ours.float() - right.float()).norm() / right.float().norm()) < close
+
+
+@pytest.mark.gpu
+def test_cuda_weights_of_1_change_no_bit():
+    hidden, weight, labels = on_cuda(torch.bfloat16, 1000)
+    plain_total, plain_losses = summed_loss(hidden, weight, labels, chunk=128)
+    wanted = torch.autograd.grad(plain_total, (hidden, weight))
+
+    total, losses = summed_loss(hidden, weight, labels, chunk=128, weights=torch.ones(len(labels), device="cuda"))
+
+    assert torch.equal(losses, plain_losses)
+    assert all(map(torch.equal, torch.autograd.grad(total, (hidden, weight)), wanted))
 
 
 @pytest.mark.gpu

@@ -43,18 +43,29 @@ class Head:
 
 
 def summed_loss(
-    hidden: Tensor, head: Head | Tensor, labels: Tensor, *, chunk: int | None = None, num_valid: int | None = None
+    hidden: Tensor,
+    head: Head | Tensor,
+    labels: Tensor,
+    *,
+    chunk: int | None = None,
+    num_valid: int | None = None,
+    weights: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the differentiable sum of token losses in fp32, and every token's loss without gradient.
 
     `hidden` is [T, D]; `head` may be a plain weight [V, D]; `labels` [T] are already shifted, and IGNORE where a token
-    carries no loss. `num_valid` counts the other labels; if it is given, the device is not synchronized.
+    carries no loss. `num_valid` counts the other labels; if it is given, the device is not synchronized. With
+    `weights`, fp32[T], the sum is that of weight · loss; the token losses are not weighted.
     """
     head = head if isinstance(head, Head) else Head(weight=head)
     chunk = chunk or _chunk(hidden, head.weight)
     if num_valid is None and not hidden.is_cuda:
         num_valid = int((labels != IGNORE).sum())
-    args = (hidden, head.weight, head.bias, labels, head.scale, head.softcap, chunk, num_valid)
+    matrix, bias = head.weight, head.bias
+    if not torch.is_grad_enabled():
+        # Otherwise the forward pass would compute their gradients.
+        matrix, bias = matrix.detach(), None if bias is None else bias.detach()
+    args = (hidden, matrix, bias, labels, weights, head.scale, head.softcap, chunk, num_valid)
     # All tensors have the dtype of `hidden`; autocast would change it only in some products.
     with torch.autocast(hidden.device.type, enabled=False):
         total, losses = _ChunkedLoss.apply(*args)  # type: ignore[no-untyped-call]
@@ -89,6 +100,7 @@ class _ChunkedLoss(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         labels: Tensor,
+        weights: Tensor | None,
         scale: float,
         softcap: float | None,
         chunk: int,
@@ -104,7 +116,8 @@ class _ChunkedLoss(torch.autograd.Function):
         for rows in _valid_rows(labels, chunk, num_valid):
             part = hidden[rows]
             grad = F.linear(part, matrix, shift)
-            losses[rows], grad = _softmax_grad(grad, labels[rows], scale, softcap)
+            own = None if weights is None else weights[rows]
+            losses[rows], grad = _softmax_grad(grad, labels[rows], scale, softcap, own)
             if hidden_grad is not None:
                 hidden_grad[rows] = grad @ matrix
             if sums is not None:
@@ -115,7 +128,7 @@ class _ChunkedLoss(torch.autograd.Function):
         weight_grad = None if sums is None else sums.rounded()
         ctx.grads = [hidden_grad, weight_grad, None if bias is None or bias_grad is None else bias_grad.to(bias.dtype)]
         ctx.mark_non_differentiable(losses)
-        return losses.sum(), losses
+        return (losses if weights is None else losses * weights).sum(), losses
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
@@ -127,7 +140,7 @@ class _ChunkedLoss(torch.autograd.Function):
         for grad in grads:
             if grad is not None:
                 _scale(grad, grad_outputs[0])
-        return (*grads, None, None, None, None, None)
+        return (*grads, None, None, None, None, None, None)
 
 
 def _valid_rows(labels: Tensor, chunk: int, num_valid: int | None) -> list[Any]:
@@ -139,12 +152,14 @@ def _valid_rows(labels: Tensor, chunk: int, num_valid: int | None) -> list[Any]:
     return list(torch.split(order[:num_valid], chunk)) if num_valid else []
 
 
-def _softmax_grad(logits: Tensor, labels: Tensor, scale: float, softcap: float | None) -> tuple[Tensor, Tensor]:
-    """Return every row's loss in fp32, and d loss / d logits, which replaces the logits on CUDA."""
+def _softmax_grad(
+    logits: Tensor, labels: Tensor, scale: float, softcap: float | None, weights: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return every row's loss in fp32, and weight · d loss / d logits, which replaces the logits on CUDA."""
     if logits.is_cuda:
         from unspool.models.loss_kernel import softmax_grad_
 
-        return softmax_grad_(logits, labels, scale, softcap), logits
+        return softmax_grad_(logits, labels, scale, softcap, weights), logits
     shaped = _scale_and_cap(logits.float(), scale, softcap)
     valid = labels != IGNORE
     target = labels.masked_fill(~valid, 0)[:, None]
@@ -160,6 +175,8 @@ def _softmax_grad(logits: Tensor, labels: Tensor, scale: float, softcap: float |
     grad *= valid[:, None] * scale
     if softcap is not None:
         grad *= 1 - (shaped / softcap).square()
+    if weights is not None:
+        grad *= weights[:, None]
     return losses, grad.to(logits.dtype)
 
 

@@ -16,19 +16,24 @@ BLOCK = 8192
 NUM_WARPS = 16
 
 
-def softmax_grad_(logits: Tensor, labels: Tensor, scale: float, softcap: float | None) -> Tensor:
-    """Return every row's loss, fp32[n]; `logits` [n, V] become d loss / d logits."""
+def softmax_grad_(
+    logits: Tensor, labels: Tensor, scale: float, softcap: float | None, weights: Tensor | None = None
+) -> Tensor:
+    """Return every row's loss, fp32[n]; `logits` [n, V] become d loss / d logits, times `weights`, fp32[n]."""
     assert logits.stride(1) == 1
+    assert weights is None or (weights.dtype == torch.float32 and weights.is_contiguous())
     losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     _kernel[(len(logits),)](
         logits,
         labels,
         losses,
+        losses if weights is None else weights,  # without weights, the kernel does not read them
         logits.stride(0),
         logits.shape[1],
         scale,
         softcap or 1.0,
         capped=softcap is not None,
+        weighted=weights is not None,
         ignore=IGNORE,
         block=min(BLOCK, triton.next_power_of_2(logits.shape[1])),
         num_warps=NUM_WARPS,
@@ -47,8 +52,8 @@ def _shape(raw, scale, cap, capped: tl.constexpr):
 
 @triton.jit
 def _kernel(
-    logits, labels, losses, stride, num_words, scale, cap, capped: tl.constexpr, ignore: tl.constexpr,
-    block: tl.constexpr,
+    logits, labels, losses, weights, stride, num_words, scale, cap, capped: tl.constexpr, weighted: tl.constexpr,
+    ignore: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     start = logits + row * stride
@@ -74,6 +79,8 @@ def _kernel(
     log_norm = peak + tl.log(tl.sum(sums * tl.exp(peaks - peak), axis=0))
     chosen = _shape(tl.load(start + label), scale, cap, capped)
     tl.store(losses + row, log_norm - chosen)
+    if weighted:
+        weight = tl.load(weights + row)
     for first in range(0, num_words, block):
         at = first + words
         raw = tl.load(start + at, mask=at < num_words, other=0.0)
@@ -81,4 +88,6 @@ def _kernel(
         grad = (tl.exp(value - log_norm) - tl.where(at == label, 1.0, 0.0)) * scale
         if capped:
             grad *= 1 - (value / cap) * (value / cap)
+        if weighted:
+            grad *= weight
         tl.store(start + at, grad.to(logits.dtype.element_ty), mask=at < num_words)

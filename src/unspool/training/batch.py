@@ -4,7 +4,7 @@ A batch is a single sequence; tokens attend only within the spans of `doc_lens`.
 and several rows need no special cases.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +16,8 @@ from torch import Tensor
 from unspool.core.errors import ConfigError
 from unspool.data.packing.row import IGNORE, Row, attended_lens, labels, position_ids
 
-_TENSORS = ("tokens", "shift_labels", "position_ids")
+RowWeights = Callable[[Row, np.ndarray], np.ndarray]
+_TENSORS = ("tokens", "shift_labels", "position_ids", "weights")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,13 +29,27 @@ class Batch:
     row_lens: tuple[int, ...]  # tokens of each row, summing to T
     num_valid: tuple[int, ...]  # labels of each row that carry loss
     rope_spans: tuple[tuple[int, int], ...]  # in token order: number of tokens, and length of their whole document
+    weights: Tensor | None = None  # fp32[T], of each label's loss, 0 without loss; None: all labels weigh the same
 
     def to(self, device: torch.device) -> "Batch":
         """Copy to `device`, without waiting if the tensors are pinned."""
-        return replace(self, **{name: getattr(self, name).to(device, non_blocking=True) for name in _TENSORS})
+        return self._with({name: tensor.to(device, non_blocking=True) for name, tensor in self._tensors()})
 
     def pinned(self) -> "Batch":
-        return replace(self, **{name: getattr(self, name).pin_memory() for name in _TENSORS})
+        return self._with({name: tensor.pin_memory() for name, tensor in self._tensors()})
+
+    def _with(self, tensors: dict[str, Any]) -> "Batch":
+        return replace(self, **tensors)
+
+    def _tensors(self) -> list[tuple[str, Tensor]]:
+        return [(name, tensor) for name in _TENSORS if (tensor := getattr(self, name)) is not None]
+
+    @property
+    def row_weights(self) -> list[float]:
+        """Sum of the weights of each row's labels; their number if all labels weigh the same."""
+        if self.weights is None:
+            return list(self.num_valid)
+        return [float(weight) for weight in row_sums(self.weights, self.row_lens).tolist()]
 
     @property
     def model_inputs(self) -> dict[str, Any]:
@@ -46,8 +61,11 @@ class Batch:
         }
 
 
-def build_batch(rows: Sequence[Row], *, attention: str) -> Batch:
-    """Join rows to one batch; `attention="full"` makes every row one document, other values follow each row."""
+def build_batch(rows: Sequence[Row], *, attention: str, weigh: RowWeights | None = None) -> Batch:
+    """Join rows to one batch; `attention="full"` makes every row one document, other values follow each row.
+
+    `weigh` returns the weights of a row's labels, given the row and the lengths of its spans that attend to themselves.
+    """
     tokens = np.concatenate([row.tokens for row in rows])
     row_lens = [len(row.tokens) for row in rows]
     # Every row ends at a document's end, so the labels of all rows can be computed at once.
@@ -58,6 +76,10 @@ def build_batch(rows: Sequence[Row], *, attention: str) -> Batch:
     else:
         positions = position_ids(attended)
     valid = np.add.reduceat(targets != IGNORE, np.cumsum([0, *row_lens[:-1]]), dtype=np.int64)
+    weights = None
+    if weigh is not None:
+        given = np.concatenate([weigh(row, attended_by(row, attention)) for row in rows])
+        weights = torch.from_numpy(np.where(targets == IGNORE, 0, given).astype(np.float32))
     return Batch(
         tokens=torch.from_numpy(tokens.astype(np.int64)),
         shift_labels=torch.from_numpy(targets),
@@ -66,6 +88,7 @@ def build_batch(rows: Sequence[Row], *, attention: str) -> Batch:
         row_lens=tuple(row_lens),
         num_valid=tuple(valid.tolist()),
         rope_spans=_rope_spans(positions, attended),
+        weights=weights,
     )
 
 
@@ -133,6 +156,7 @@ def split_batch(batch: Batch, rank: int, degree: int, *, ring: int = 1) -> Batch
         row_lens=tuple(torch.bincount(row_of, minlength=num_rows).tolist()),
         num_valid=tuple(torch.bincount(row_of[shift_labels != IGNORE], minlength=num_rows).tolist()),
         rope_spans=_own_spans(padded.rope_spans, own),
+        weights=None if padded.weights is None else padded.weights[own],
     )
 
 
@@ -162,6 +186,7 @@ def pad_batch(batch: Batch, unit: int, *, own_document: bool) -> Batch:
         num_valid=batch.num_valid,
         # Padding at the end of a document uses the document's frequencies and does not change them.
         rope_spans=(*batch.rope_spans, (extra, extra)) if own_document else (*spans_before, (count + extra, length)),
+        weights=None if batch.weights is None else F.pad(batch.weights, (0, extra)),
     )
 
 

@@ -10,6 +10,7 @@ from unspool.core.errors import ConfigError
 from unspool.core.sizes import Size
 from unspool.models.memory.policy import MemoryPolicy, Recompute
 from unspool.rope.methods import AnyRopeMethod, Unchanged
+from unspool.training.losses.config import AnyLoss, UniformLoss
 from unspool.training.optim.config import AdamWConfig, AnyOptimizer
 from unspool.training.parallel.config import ParallelConfig
 
@@ -177,6 +178,7 @@ class StageConfig(Config):
     betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW's decay rates of the first and second moment.")
     weight_decay: float = Field(0.1, ge=0, description="Weight decay of matrices. Norms and biases are not decayed.")
     max_grad_norm: float = Field(1.0, gt=0, description="Gradient norm above which gradients are clipped.")
+    loss: AnyLoss = Field(UniformLoss(), description="Weights of labels in the loss.")
     optimizer: AnyOptimizer = Field(
         AdamWConfig(), description="Optimizer, and the precision of its weights and states."
     )
@@ -309,6 +311,13 @@ class StageConfig(Config):
                 "guard cannot skip a step with optimizer.step in-backward, which changes weights before the step is "
                 "checked; use stop, or optimizer.step after"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_loss(self) -> "StageConfig":
+        problem = self.loss.problem(self.context_length, self.parallel)
+        if problem is not None:
+            raise ValueError(problem)
         return self
 
     @model_validator(mode="after")

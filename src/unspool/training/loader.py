@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from torch.distributed.device_mesh import DeviceMesh
+
 from unspool.core.errors import ConfigError
 from unspool.data.mixture import Mix, ModelShape, arrange, row_cost
 from unspool.data.packing.row import Row
@@ -19,6 +21,7 @@ from unspool.data.packing.store import RowSet
 from unspool.models.checks import no_embedding, num_embeddings
 from unspool.training.batch import Batch, attended_by, build_batch, split_batch
 from unspool.training.config import StageConfig
+from unspool.training.losses.base import LossWeights
 from unspool.training.parallel.mesh import SINGLE_RANK, RankCoords
 
 Picks = Sequence[Sequence[tuple[str, int]]]  # per slot of one context length: dataset and index of each row
@@ -32,11 +35,18 @@ class StepBatches:
     doc_lens: tuple[int, ...]  # lengths of spans that attend to themselves, of all ranks
     names: tuple[str, ...]  # dataset of every row of this rank, in the order of the batches
     batches: tuple[Batch, ...]  # one per micro-batch of this rank
+    loss_weights: LossWeights | None = None  # None: all labels weigh the same
 
     @property
     def num_valid(self) -> int:
         """Number of labels in this rank's batches that carry loss."""
         return sum(sum(batch.num_valid) for batch in self.batches)
+
+    def weighed(self, model: Any, mesh: DeviceMesh | None) -> "StepBatches":
+        """Add weights that depend on the model; all ranks call this before the step's first backward pass."""
+        if self.loss_weights is None:
+            return self
+        return replace(self, batches=self.loss_weights.of_step(model, self.batches, mesh))
 
 
 def build_step(
@@ -46,6 +56,7 @@ def build_step(
     *,
     coords: RankCoords = SINGLE_RANK,
     shape: ModelShape | None = None,
+    loss_weights: LossWeights | None = None,
 ) -> StepBatches:
     """Build this rank's micro-batches of a step. `shape`, for the cost of rows, is required with several data ranks."""
     slots_per_micro = stage.tokens_per_pass // stage.context_length
@@ -65,7 +76,8 @@ def build_step(
         picks=picks,
         doc_lens=tuple(length for of_micro in attended for lens in of_micro for length in lens.tolist()),
         names=tuple(name for micro in mine for name, _ in micro),
-        batches=tuple(_build_own_batch([row for _, row in micro], stage, coords) for micro in mine),
+        batches=tuple(_build_own_batch([row for _, row in micro], stage, coords, loss_weights) for micro in mine),
+        loss_weights=loss_weights,
     )
 
 
@@ -77,8 +89,11 @@ def _check_tokens(stage: StageConfig, micros: Sequence[Sequence[tuple[str, Row]]
             raise ConfigError(f"stage {stage.name}: dataset {name} contains token {highest}, but {no_embedding(size)}")
 
 
-def _build_own_batch(rows: Sequence[Row], stage: StageConfig, coords: RankCoords) -> Batch:
-    batch = build_batch(rows, attention=stage.attention)
+def _build_own_batch(
+    rows: Sequence[Row], stage: StageConfig, coords: RankCoords, loss_weights: LossWeights | None
+) -> Batch:
+    weigh = None if loss_weights is None else loss_weights.of_row
+    batch = build_batch(rows, attention=stage.attention, weigh=weigh)
     return split_batch(batch, coords.sequence_rank, coords.sequence_ranks, ring=coords.ring)
 
 
@@ -97,11 +112,13 @@ def load_steps(
     pin: bool,
     coords: RankCoords = SINGLE_RANK,
     shape: ModelShape | None = None,
+    loss_weights: LossWeights | None = None,
 ) -> Iterator[tuple[int, StepBatches]]:
     """Yield the batches of steps `first` to the last, each built in a thread while the previous step is trained."""
 
     def build(step: int) -> StepBatches:
-        built = build_step(stage, rows, step_picks(stage, mix, step), coords=coords, shape=shape)
+        picks = step_picks(stage, mix, step)
+        built = build_step(stage, rows, picks, coords=coords, shape=shape, loss_weights=loss_weights)
         return built if not pin else pinned(built)
 
     with ThreadPoolExecutor(1, "unspool-rows") as pool:

@@ -27,6 +27,7 @@ from unspool.training.config import StageConfig
 from unspool.training.distill.distill import AuxLoss
 from unspool.training.host_budget import measure_room
 from unspool.training.loader import LEDGER, Picks, StepBatches, ledger_line, load_steps
+from unspool.training.losses.base import LossWeights
 from unspool.training.metrics.logger import METRICS, JsonlLog, MetricsLogger, StepReport
 from unspool.training.metrics.validation import SAMPLES, VALIDATION
 from unspool.training.optim.updater import Updater
@@ -55,6 +56,7 @@ class Training:
     dist_context: DistContext | None = None  # None: one rank
     shape: ModelShape | None = None  # for the cost of rows; required with several data ranks
     aux_loss: AuxLoss | None = None  # adds to the gradient of each step
+    loss_weights: LossWeights | None = None  # of labels; None: all weigh the same
 
 
 def run_steps(
@@ -77,7 +79,14 @@ def run_steps(
     training.model.train()
     pin = training.device.type == "cuda"
     steps = load_steps(
-        stage, training.mix, training.rows, first=done + 1, pin=pin, coords=dist_context.coords, shape=training.shape
+        stage,
+        training.mix,
+        training.rows,
+        first=done + 1,
+        pin=pin,
+        coords=dist_context.coords,
+        shape=training.shape,
+        loss_weights=training.loss_weights,
     )
     with (
         catch_stop_signals(f"stage {stage.name}", ranks=ranks.world_size) as stop,

@@ -53,6 +53,7 @@ from unspool.training.distill.distill import build_distillation, check_distillat
 from unspool.training.host_budget import settle_host_memory
 from unspool.training.loader import LEDGER, model_shape
 from unspool.training.loop import Training, run_steps
+from unspool.training.losses.config import UniformLoss
 from unspool.training.metrics.logger import METRICS, build_logger, copy_logs
 from unspool.training.metrics.trackers import check_trackers
 from unspool.training.metrics.validation import SAMPLES, VALIDATION
@@ -133,6 +134,8 @@ def run_stage(
         check_distillation(stage, inputs.model, distilled_lens, world_size=world_size)
         if inputs.moments:
             check_written_file(inputs.moments)
+        measured = dist_context.from_leader(lambda: stage.loss.measure(stage, rows))
+        loss_weights = stage.loss.build(stage, measured)
         dist_context.from_leader(lambda: _prepare_work(stage, out_dir, identity))
     work = _work_path(out_dir)
     mix = _mix(stage, inputs, rows, seed=seed)
@@ -159,6 +162,9 @@ def run_stage(
     reserve_host_memory(model, stage.memory, tokens=-(-stage.tokens_per_pass // layout.sequence_ranks))
     if dist_context.is_leader:
         _announce(stage, mix, reason, done=done, dist_context=dist_context)
+        about_weights = stage.loss.describe(measured)
+        if about_weights:
+            logger.info(f"stage {stage.name}: {about_weights}")
     # No rank reads the logs before the leader has truncated them to the checkpoint.
     dist_context.barrier()
     with _require_disk(stage, work):
@@ -174,7 +180,9 @@ def run_stage(
             dist_context=dist_context,
         ) as metrics:
             aux_loss = distillation.during() if distillation is not None else None
-            training = Training(model, updater, guard, mix, rows, device, dist_context, model_shape(model), aux_loss)
+            training = Training(
+                model, updater, guard, mix, rows, device, dist_context, model_shape(model), aux_loss, loss_weights
+            )
             snapshot = snapshot_writer(stage, model, tokenizer, out_dir, dist_context)
             run_steps(stage, training, work, done=done, metrics=metrics, snapshot=snapshot)
             phases.seconds |= metrics.phases.seconds
@@ -284,7 +292,12 @@ def _identity(stage: StageConfig, inputs: StageInputs, *, seed: int, device: tor
         hashes["tokenizer"] = model_digest(model.tokenizer)
     # Memory settings change no result, so `activation_checkpointing` is always recorded as none. Defaults of keys that
     # were added later are omitted.
-    defaults = {"optimizer": AdamWConfig(), "attention_distillation": None, "optimizer_state": "keep"}
+    defaults = {
+        "optimizer": AdamWConfig(),
+        "attention_distillation": None,
+        "optimizer_state": "keep",
+        "loss": UniformLoss(),
+    }
     own = NEUTRAL_SETTINGS | {key for key, default in defaults.items() if getattr(stage, key) == default}
     settings = stage.model_dump(mode="json", exclude=own) | {"activation_checkpointing": "none"}
     return {

@@ -1,8 +1,10 @@
 """One optimizer step: the loss is a sum over valid tokens divided by the step's count of them.
 
 So neither loss nor gradient depends on micro-batches or ranks: every rank divides its part of the sum by the count of
-all ranks. A CPU computes in the model's own precision, which is fp32 unless configured otherwise. A GPU computes in
-bf16, to which `build_updater` converts the weights; an fp32 model runs under autocast.
+all ranks. If labels have weights (training/losses), it is the sum of weight · loss by the step's sum of weights.
+
+A CPU computes in the model's own precision, which is fp32 unless configured otherwise. A GPU computes in bf16, to which
+`build_updater` converts the weights; an fp32 model runs under autocast.
 """
 
 import math
@@ -40,7 +42,7 @@ def loss_pass(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
         hidden = model.base_model(**batch.model_inputs, use_cache=False).last_hidden_state[0]
         if device.type == "cuda":
             hidden = hidden.to(torch.bfloat16)
-        return summed_loss(hidden, head, batch.shift_labels, num_valid=sum(batch.num_valid))
+        return summed_loss(hidden, head, batch.shift_labels, num_valid=sum(batch.num_valid), weights=batch.weights)
 
 
 class StepUpdater(Protocol):
@@ -53,7 +55,7 @@ class StepUpdater(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    loss: float  # mean over the step's valid tokens
+    loss: float  # mean over the step's valid tokens, weighted if they have weights
     losses: dict[str, float]  # the same by dataset
     grad_norm: float  # before clipping
     distance: float | None = None  # what `aux_loss` returned
@@ -80,10 +82,12 @@ def train_step(
     Weights stay unchanged if loss or gradient is not finite, if `is_good` rejects the loss, or if the norm is above
     `max_norm`.
     """
-    num_valid = max(1, round(_sum_over_ranks([batches.num_valid], mesh)[0]))
+    batches = batches.weighed(model, mesh)
+    row_weights = _row_weights(batches)
+    total_weight = _sum_over_ranks([sum(row_weights)], mesh)[0] or 1.0
     updater.begin(lr)
-    sums = _backward_all(model, batches, num_valid).tolist()
-    loss, losses = _mean_losses(batches, sums, num_valid, mesh)
+    sums = _backward_all(model, batches, total_weight).tolist()
+    loss, losses = _mean_losses(batches, sums, row_weights, total_weight, mesh)
     distance = aux_loss() if aux_loss is not None else None
     grad_norm = updater.finish(is_good=math.isfinite(loss) and (is_good is None or is_good(loss)), max_norm=max_norm)
     return StepResult(loss=loss, losses=losses, grad_norm=grad_norm, distance=distance)
@@ -97,10 +101,12 @@ def start_step(
     `before_update` runs when the backward passes are queued, and must wait for the previous step. Weights stay
     unchanged if loss or gradient is not finite.
     """
-    num_valid = max(1, batches.num_valid)
     started = _mark() if compute_device(model).type == "cuda" else None
+    batches = batches.weighed(model, None)
+    row_weights = _row_weights(batches)
+    total_weight = sum(row_weights) or 1.0
     updater.begin(lr)
-    sums = _backward_all(model, batches, num_valid)
+    sums = _backward_all(model, batches, total_weight)
     before_update()
     norm = updater.finish_on_device(sums.sum())
     found, event = torch.cat([sums, norm.double()[None]]), None
@@ -114,7 +120,7 @@ def start_step(
             event.synchronize()
             seconds = started.elapsed_time(event) / 1e3 if started is not None else None
         *row_sums, grad_norm = found.tolist()
-        loss, losses = _mean_losses(batches, row_sums, num_valid, None)
+        loss, losses = _mean_losses(batches, row_sums, row_weights, total_weight, None)
         updater.settle(loss, grad_norm)
         return StepResult(loss=loss, losses=losses, grad_norm=grad_norm, seconds=seconds)
 
@@ -128,37 +134,40 @@ def _mark() -> torch.cuda.Event:
     return event
 
 
-def _backward_all(model: Any, batches: StepBatches, num_valid: int) -> Tensor:
+def _row_weights(batches: StepBatches) -> list[float]:
+    """Sums of the weights of every row's labels; without weights, their numbers."""
+    return [weight for batch in batches.batches for weight in batch.row_weights]
+
+
+def _backward_all(model: Any, batches: StepBatches, total_weight: float) -> Tensor:
     """Forward and backward over all micro-batches. Returns the summed loss of every row, in float64."""
     device = compute_device(model)
-    sums = [row_sums(_backward(model, batch.to(device), num_valid), batch.row_lens) for batch in batches.batches]
-    return torch.cat(sums)
+    return torch.cat([_backward(model, batch.to(device), total_weight) for batch in batches.batches])
 
 
 def _mean_losses(
-    batches: StepBatches, sums: list[float], num_valid: int, mesh: DeviceMesh | None
+    batches: StepBatches, sums: list[float], row_weights: list[float], total_weight: float, mesh: DeviceMesh | None
 ) -> tuple[float, dict[str, float]]:
     """The mean loss of a step over all ranks, and by dataset."""
     # Names from the picks, which all ranks share: a rank may have no row of some dataset.
     totals: dict[str, float] = {name: 0.0 for slot in batches.picks for name, _ in slot}
-    counts = dict.fromkeys(totals, 0)
-    valid = [count for batch in batches.batches for count in batch.num_valid]
-    for name, total, count in zip(batches.names, sums, valid, strict=True):
+    weights = dict.fromkeys(totals, 0.0)
+    for name, total, weight in zip(batches.names, sums, row_weights, strict=True):
         totals[name] += total
-        counts[name] += count
-    found = _sum_over_ranks([*totals.values(), *counts.values()], mesh)
+        weights[name] += weight
+    found = _sum_over_ranks([*totals.values(), *weights.values()], mesh)
     totals = dict(zip(totals, found, strict=False))
-    counts = dict(zip(counts, map(round, found[len(totals) :]), strict=True))
-    losses = {name: total / max(1, counts[name]) for name, total in sorted(totals.items())}
-    return sum(totals.values()) / num_valid, losses
+    weights = dict(zip(weights, found[len(totals) :], strict=True))
+    losses = {name: total / (weights[name] or 1.0) for name, total in sorted(totals.items())}
+    return sum(totals.values()) / total_weight, losses
 
 
 def _sum_over_ranks(values: list[float], mesh: DeviceMesh | None) -> list[float]:
     return values if mesh is None else sum_over_ranks(values, mesh)
 
 
-def _backward(model: Any, batch: Batch, num_valid: int) -> Tensor:
-    """Add this micro-batch's part of the step's gradient. Returns the loss of every token."""
+def _backward(model: Any, batch: Batch, total_weight: float) -> Tensor:
+    """Add this micro-batch's part of the step's gradient. Returns the summed loss of every row, in float64."""
     total, losses = batch_loss(model, batch)
-    (total / num_valid).backward()  # type: ignore[no-untyped-call]
-    return losses
+    (total / total_weight).backward()  # type: ignore[no-untyped-call]
+    return row_sums(losses if batch.weights is None else losses * batch.weights, batch.row_lens)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from factory import build_model, build_stage, random_row
+from factory import RowList, build_model, build_stage, random_row
 from unspool.core.errors import ConfigError
 from unspool.training import loader as loader_module
 from unspool.training import step as step_module
@@ -27,11 +27,14 @@ from unspool.training.step import train_step
 STEPS = 2
 # Rows differ much in cost and in how many labels count, so that a mean of ranks' means would be another number.
 PACKED: dict[str, Any] = {
-    "long": [random_row((20, 12), seed, mask=0.9 if seed % 2 else 0.0) for seed in range(4)]
-    + [random_row((5, 5, 7, 15), 4, mask=0.5), random_row((32,), 5)],
-    "short": [random_row((16,), seed, mask=0.2) for seed in range(10, 14)],
+    "long": RowList(
+        [random_row((20, 12), seed, mask=0.9 if seed % 2 else 0.0) for seed in range(4)]
+        + [random_row((5, 5, 7, 15), 4, mask=0.5), random_row((32,), 5)]
+    ),
+    "short": RowList(random_row((16,), seed, mask=0.2) for seed in range(10, 14)),
 }
-FULL: dict[str, Any] = {"long": [random_row((20, 12), seed, mask=0.6, attention="full") for seed in range(8)]}
+FULL: dict[str, Any] = {"long": RowList(random_row((20, 12), seed, mask=0.6, attention="full") for seed in range(8))}
+EXACT = {"weights": "exact", "threshold": 4, "extra": 0.7}
 SLOTS = {
     "packed": [*([("long", index)] for index in range(6)), *([("short", 2 * n), ("short", 2 * n + 1)] for n in (0, 1))],
     "full": [[("long", index)] for index in range(8)],
@@ -48,6 +51,7 @@ class Steps:
     vocab: int = 300
     hidden: int = 32
     optimizer: dict[str, Any] = field(default_factory=dict)
+    loss: dict[str, Any] = field(default_factory=dict)
 
 
 STEP_CASES = {
@@ -57,6 +61,9 @@ STEP_CASES = {
     "fsdp 2, 8-bit states": Steps(2, vocab=512, hidden=64, optimizer={"states": "8bit"}),
     "fsdp 2, host memory": Steps(2, {"offload": True}),
     "replicate 2": Steps(2, {"replicate": 2}),
+    "fsdp 2, exact": Steps(2, loss=EXACT),
+    "ulysses 2, exact": Steps(2, {"ulysses": 2}, micro_batch_tokens=64, loss=EXACT),
+    "ring 2, exact": Steps(2, {"ring": 2}, rows="full", loss=EXACT),
     "ulysses 2": Steps(2, {"ulysses": 2}, micro_batch_tokens=64),
     "ring 2": Steps(2, {"ring": 2}, rows="full"),
     "fsdp 4": Steps(4),
@@ -83,6 +90,7 @@ def take_steps(case: Steps, *, alone: bool, steps: int = STEPS) -> Taken:
         mix={"long": 1.0},
         parallel=case.parallel,
         optimizer=case.optimizer,
+        loss=case.loss,
     )
     model = build_model(case.family, vocab_size=case.vocab, hidden_size=case.hidden).train()
     mesh, coords = None, SINGLE_RANK
@@ -93,11 +101,12 @@ def take_steps(case: Steps, *, alone: bool, steps: int = STEPS) -> Taken:
         model = parallelize(model, mesh, stage.parallel)
     updater = build_updater(stage, model)
     rows = PACKED if case.rows == "packed" else FULL
+    loss_weights = stage.loss.build(stage, stage.loss.measure(stage, rows))
     results, gradients = [], {}
     # Above rounding: where a gradient is next to 0, Adam would otherwise make much of its sign.
     with _patched(adamw_module, "EPS", 1e-4):
         for step in range(steps):
-            work = build_step(stage, rows, SLOTS[case.rows], coords=coords, shape=shape)
+            work = build_step(stage, rows, SLOTS[case.rows], coords=coords, shape=shape, loss_weights=loss_weights)
             results.append(train_step(model, updater, work, lr=stage.lr, mesh=mesh))
             if step == 0:
                 moments = updater.optimizer_tensors().items()
@@ -168,6 +177,11 @@ def _first_part(batch: Batch, rank: int, degree: int, *, ring: int) -> Batch:
 BROKEN_STEPS: dict[str, tuple[str, Callable[[], AbstractContextManager[Any]], str]] = {
     "every rank divides by its own count": (
         "fsdp 2",
+        lambda: _patched(step_module, "_sum_over_ranks", lambda values, mesh: values),
+        "gradient",
+    ),
+    "every rank divides by its own sum of weights": (
+        "fsdp 2, exact",
         lambda: _patched(step_module, "_sum_over_ranks", lambda values, mesh: values),
         "gradient",
     ),

@@ -1,0 +1,1 @@
+"""Weights of labels in the loss."""
