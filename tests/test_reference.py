@@ -29,6 +29,7 @@ from unspool.rope.methods import ROPE_METHODS, AnyRopeMethod
 from unspool.studies.paper_numbers import paper_problems
 from unspool.studies.schema import study_problems
 from unspool.training.config import StageConfig
+from unspool.training.losses.config import LOSSES
 from unspool.training.optim.config import OPTIMIZERS
 
 TOOLS = Path(__file__).parents[1] / "tools"
@@ -136,6 +137,7 @@ def test_every_part_of_a_recipe_has_a_section_with_all_its_keys(pages):
     shown |= {cls: f"strategies.md#{name}" for name, cls in STRATEGIES.items()}
     shown |= {cls: f"rope-methods.md#{name}" for name, cls in ROPE_METHODS.items()}
     shown |= {cls: f"optimizers.md#{name}" for name, cls in OPTIMIZERS.items()}
+    shown |= {cls: f"losses.md#{name}" for name, cls in LOSSES.items()}
     shown |= {suite.config: f"suites.md#{name}" for name, suite in SUITES.items()}
     parts = {cls.__name__ for cls in shown}
     # What pydantic's schema of a recipe is made of.
@@ -162,6 +164,7 @@ def example_cases() -> dict[str, Any]:
     cases |= {f"dataset: {name}": DatasetConfig for name in STRATEGIES}
     cases |= {f"method: {name}": AnyRopeMethod for name in ROPE_METHODS}
     cases |= {f"name: {name}": cls for name, cls in OPTIMIZERS.items()}
+    cases |= {f"weights: {name}": cls for name, cls in LOSSES.items()}
     return cases | {f"suite: {name}": None for name in SUITES}
 
 
@@ -265,7 +268,7 @@ def unsummarized(entries: dict[str, Any]) -> list[str]:
     return [name for name, entry in entries.items() if not summary(entry)]
 
 
-@pytest.mark.parametrize("registry", [SOURCES, STRATEGIES, ROPE_METHODS, OPTIMIZERS])
+@pytest.mark.parametrize("registry", [SOURCES, STRATEGIES, ROPE_METHODS, OPTIMIZERS, LOSSES])
 def test_every_registered_class_has_a_summary(registry):
     assert unsummarized(registry) == []
 

@@ -13,6 +13,7 @@ from reference.families_page import families_page
 from reference.recipe_page import recipe_page
 from reference.registry_pages import (
     backends_page,
+    losses_page,
     optimizers_page,
     rope_methods_page,
     sources_page,
@@ -27,6 +28,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "reference/strategies.md": strategies_page,
     "reference/rope-methods.md": rope_methods_page,
     "reference/optimizers.md": optimizers_page,
+    "reference/losses.md": losses_page,
     "reference/suites.md": suites_page,
     "reference/backends.md": backends_page,
     "reference/study.md": study_page,

@@ -16,6 +16,7 @@ from unspool.evals.config import EvalConfig
 from unspool.recipe.paths import bundled_recipes
 from unspool.recipe.schema import Recipe
 from unspool.rope.tables import RopeMethod
+from unspool.training.losses.base import LossConfig
 from unspool.training.optim.base import OptimizerConfig
 
 HERE = Path(__file__).parent
@@ -26,6 +27,7 @@ REGISTRY_PAGES: dict[type[Config], str] = {
     RopeMethod: "rope-methods.md",
     EvalConfig: "suites.md",
     OptimizerConfig: "optimizers.md",
+    LossConfig: "losses.md",
 }
 
 

@@ -1,4 +1,4 @@
-"""The pages of registries: sources, strategies, RoPE methods, suites, optimizers and backends."""
+"""The pages of registries: sources, strategies, RoPE methods, suites, optimizers, loss weights and backends."""
 
 from collections.abc import Iterable, Mapping
 from importlib import import_module
@@ -13,6 +13,7 @@ from unspool.evals.backends.base import BACKENDS
 from unspool.evals.suite import Suite
 from unspool.evals.suites import SUITES
 from unspool.rope.methods import ROPE_METHODS
+from unspool.training.losses.config import LOSSES
 from unspool.training.optim.config import OPTIMIZERS
 
 MEASURES = {
@@ -57,6 +58,14 @@ def rope_methods_page() -> str:
 
 def optimizers_page() -> str:
     return page("Optimizers", "The key `optimizer` of a stage holds these settings.", registry(OPTIMIZERS, "name"))
+
+
+def losses_page() -> str:
+    intro = (
+        "The key `loss` of a stage weighs the labels of a step. Its loss is the sum of weight · loss over all labels, "
+        "divided by the sum of their weights. Both sums are over all ranks and micro-batches."
+    )
+    return page("Loss weights", intro, registry(LOSSES, "weights"))
 
 
 def suites_page() -> str:

@@ -14,7 +14,10 @@ from unspool.core.artifacts import read_manifest
 from unspool.training import loop as loop_module
 from unspool.training.stage import StageInputs, run_stage
 
-LOSSES = {"exact": {"weights": "exact", "threshold": 8, "extra": 0.5}}
+LOSSES = {
+    "exact": {"weights": "exact", "threshold": 8, "extra": 0.5},
+    "longce": {"weights": "longce", "short_context": 4, "stride": 4, "max_weight": 5.0},
+}
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +87,8 @@ def test_a_recipe_trains_with_weights_from_python_and_from_the_command(name, tmp
         ({"weights": "exakt"}, "exact"),
         ({"weights": "exact", "extra": 1.0}, "extra"),
         ({"weights": "exact", "threshold": "100K"}, "threshold"),
+        ({"weights": "longce", "short_context": "1K"}, "all weights are 1"),
+        ({"weights": "longce", "max_weight": 0}, "max_weight"),
         ({"weights": "exact", "thershold": "1K"}, "threshold"),
     ],
 )
@@ -96,3 +101,13 @@ def test_wrong_settings_are_refused_without_a_traceback(loss, message, tmp_path)
     assert done.exit_code == 2
     assert message in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_longce_refuses_ranks_that_share_rows(tmp_path):
+    recipe = save_mini(tmp_path)
+
+    sets = ["--set", f"stages.0.loss={json.dumps(LOSSES['longce'])}", "--set", "stages.0.parallel={ulysses: 2}"]
+    done = CliRunner().invoke(build_app(), ["recipes", "check", str(recipe), *sets])
+
+    assert done.exit_code == 2
+    assert "needs parallel.ulysses 1" in " ".join(done.stderr.split())

@@ -35,6 +35,8 @@ PACKED: dict[str, Any] = {
 }
 FULL: dict[str, Any] = {"long": RowList(random_row((20, 12), seed, mask=0.6, attention="full") for seed in range(8))}
 EXACT = {"weights": "exact", "threshold": 4, "extra": 0.7}
+# Documents below 8 tokens have no windows, so ranks have unequal numbers of them.
+LONGCE = {"weights": "longce", "short_context": 5, "stride": 3, "max_weight": 3.0}
 SLOTS = {
     "packed": [*([("long", index)] for index in range(6)), *([("short", 2 * n), ("short", 2 * n + 1)] for n in (0, 1))],
     "full": [[("long", index)] for index in range(8)],
@@ -66,6 +68,9 @@ STEP_CASES = {
     "ring 2, exact": Steps(2, {"ring": 2}, rows="full", loss=EXACT),
     "ulysses 2": Steps(2, {"ulysses": 2}, micro_batch_tokens=64),
     "ring 2": Steps(2, {"ring": 2}, rows="full"),
+    "fsdp 2, longce": Steps(2, loss=LONGCE),
+    "replicate 2, longce": Steps(2, {"replicate": 2}, loss=LONGCE, micro_batch_tokens=64),
+    "fsdp 4, longce": Steps(4, loss=LONGCE),
     "fsdp 4": Steps(4),
     "ulysses 4": Steps(4, {"ulysses": 4}, family="llama-mha"),
     "ulysses 2, shard 2": Steps(4, {"ulysses": 2}),

@@ -43,8 +43,8 @@ class LossConfig(Config):
         """Return why a stage of this context length and layout cannot have these weights; None if it can."""
         return None
 
-    def forward_only(self, length: float) -> tuple[float, float]:
-        """Return the tokens of a document of this length that only run forward, and the sum of their squared lengths.
+    def forward_only(self, length: float, context_length: int) -> tuple[float, float]:
+        """Return the tokens that run forward to weigh a document of this length, and their summed squared lengths.
 
         The planner computes the cost of the weights from them.
         """

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from unspool.core.config import FromRegistry, register, tag_value
 from unspool.training.losses.base import LossConfig
 from unspool.training.losses.exact import ExactLoss
+from unspool.training.losses.longce import LongCELoss
 
 if TYPE_CHECKING:
     from unspool.training.config import StageConfig
@@ -19,7 +20,7 @@ class UniformLoss(LossConfig):
         return None
 
 
-LOSSES: dict[str, type[LossConfig]] = {"uniform": UniformLoss, "exact": ExactLoss}
+LOSSES: dict[str, type[LossConfig]] = {"uniform": UniformLoss, "exact": ExactLoss, "longce": LongCELoss}
 
 
 def register_loss(cls: type[LossConfig]) -> type[LossConfig]:

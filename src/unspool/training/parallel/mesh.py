@@ -82,6 +82,13 @@ def sum_over_ranks(values: Sequence[float], mesh: DeviceMesh) -> list[float]:
     return [float(value) for value in total.tolist()]
 
 
+def max_over_ranks(value: int, mesh: DeviceMesh) -> int:
+    """Return the largest value of all ranks."""
+    found = torch.tensor(value, dtype=torch.int64, device=mesh.device_type)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return int(found)
+
+
 T = TypeVar("T")
 # Every barrier and broadcast of a job has its own name; ranks reach them in the same order.
 _NUMBERS = count()
