@@ -103,12 +103,16 @@ def estimate(case: Case, stage: StageConfig) -> Estimate:
     layout = check_stage(case.loaded, stage, case.values, case.machine.count)
     is_single = case.machine.count == 1
     stage.memory.check_layers(case.shape.num_layers)
+    problem = stage.loss.problem(stage.context_length, stage.parallel)
+    if problem is not None:
+        raise ConfigError(f"stage {stage.name}: {problem}.")
     setup = StepSetup(
         tokens=-(-stage.tokens_per_pass // layout.sequence_ranks),
         micro_batches=stage.batch_tokens // stage.tokens_per_pass // layout.data_ranks,
         policy=stage.memory,
         optimizer=stage.optimizer,
         compiled=stage.compile,
+        forward_only=forward_only(stage, case.docs.of(stage.tokens_per_pass)),
         layout=layout,
         on_host=stage.parallel.offload and not is_single,
         on_cpu=case.machine.gpu.is_cpu,
@@ -116,6 +120,13 @@ def estimate(case: Case, stage: StageConfig) -> Estimate:
     found = _correct(footprint(case.shape, setup), case.activations)
     seconds = step_seconds(case.shape, setup, case.docs.of(stage.tokens_per_pass), case.speed)
     return Estimate(stage=stage, layout=layout, footprint=found, seconds=seconds, machine=case.machine)
+
+
+def forward_only(stage: StageConfig, docs: Documents) -> tuple[float, float]:
+    """Return the tokens that run forward to weigh the labels of `docs`, and their summed squared lengths."""
+    tokens, squares = stage.loss.forward_only(docs.mean, stage.context_length)
+    number = docs.tokens / docs.mean
+    return number * tokens, number * squares
 
 
 def _correct(found: Footprint, factor: float) -> Footprint:

@@ -39,6 +39,8 @@ class StepSetup:
     policy: MemoryPolicy = field(default_factory=MemoryPolicy)
     optimizer: OptimizerConfig = field(default_factory=AdamWConfig)
     compiled: bool = True
+    # Tokens that run forward to weigh the labels of a micro-batch, and their summed squared lengths, on this rank.
+    forward_only: tuple[float, float] = (0.0, 0.0)
     layout: Layout = ONE
     on_host: bool = False  # parallel.offload: weights, gradients and moments
     on_cpu: bool = False

@@ -60,6 +60,8 @@ def _print_stage(console: Console, found: "Plan", planned: "StagePlan", price: f
     console.print(table)
     flops = f"{format_count(planned.flops_per_token).replace('B', 'G')}FLOP per token"
     console.print(f"work       {flops}, {planned.flops_per_token * stage.steps * stage.batch_tokens:.3g} in total")
+    if planned.weighing_flops:
+        console.print(_weighing(planned), soft_wrap=True)
     for line in planned.rope:
         console.print(f"positions  {line}", soft_wrap=True)
     if planned.problem:
@@ -75,6 +77,16 @@ def _print_stage(console: Console, found: "Plan", planned: "StagePlan", price: f
         console.print(
             "hint       compile: true makes norms and gates about three times faster on a GPU", soft_wrap=True
         )
+
+
+def _weighing(planned: "StagePlan") -> str:
+    """Describe the cost of weighing labels."""
+    work = f"{format_count(planned.weighing_flops).replace('B', 'G')}FLOP more per token"
+    line = f"weights    {planned.stage.loss.weights}: {work}, {planned.weighing_flops / planned.flops_per_token:.0%}"
+    if planned.chosen is None:
+        return line
+    seconds = planned.chosen.seconds
+    return f"{line}; {seconds.weighing:.3g} s more per step, {seconds.weighing / (seconds.step - seconds.weighing):.0%}"
 
 
 def _print_estimate(console: Console, planned: "StagePlan", chosen: Estimate, price: float | None) -> None:

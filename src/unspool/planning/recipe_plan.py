@@ -30,12 +30,13 @@ from unspool.planning.fit import (
     estimate,
     fastest,
     find_alternatives,
+    forward_only,
     set_arguments,
 )
 from unspool.planning.footprint import PARTS
 from unspool.planning.plan_text import print_plan
 from unspool.planning.recipe_inputs import DataPlan, DatasetUse, PlannedModel, plan_data, planned_model
-from unspool.planning.step_time import Documents, device_speed, documents, flops_per_token
+from unspool.planning.step_time import Documents, device_speed, documents, flops_per_token, forward_flops
 from unspool.recipe.load import LoadedRecipe
 from unspool.rope.bound import bound, first_negative
 from unspool.rope.tables import RopeShape, config_frequencies, format_base
@@ -59,6 +60,7 @@ class StagePlan:
     alternatives: tuple[Alternative, ...]
     rope: tuple[str, ...]
     reported: "ReportedSpeed | None" = None  # of the paper, if the stage has `reported`
+    weighing_flops: float = 0.0  # per token, of the forward passes that weigh labels; not in `flops_per_token`
     waiting: float = 1.0  # step ÷ planned step if ranks wait for ranks with longer documents; not in the plan's time
 
     @property
@@ -191,6 +193,7 @@ def _plan_stage(
         stage=stage,
         index=index,
         flops_per_token=flops_per_token(model.shape, docs),
+        weighing_flops=forward_flops(model.shape, *forward_only(stage, docs)) / docs.tokens,
         written=written,
         problem=problem,
         chosen=chosen,
@@ -337,6 +340,7 @@ def _plain_stage(plan: Plan, planned: StagePlan, price: float | None) -> dict[st
         "document_len": plan.data.documents[stage.name].mean,
         "lengths_counted": plan.data.lengths_are_counted(stage.name),
         "flops_per_token": planned.flops_per_token,
+        "weighing_flops_per_token": planned.weighing_flops,
         "flops": planned.flops_per_token * stage.steps * stage.batch_tokens,
         "mfu": planned.mfu,
         "fits": planned.fits,

@@ -9,7 +9,7 @@ are scaled by their data sheets. Sliding windows are ignored.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 
@@ -65,6 +65,7 @@ class StepSeconds:
     loss: float
     update: float
     waiting: float  # for the host, other ranks and Python
+    weighing: float = 0.0  # forward passes that weigh labels
 
     @property
     def step(self) -> float:
@@ -99,6 +100,11 @@ def flops_per_token(shape: Shape, docs: Documents) -> float:
     return 6.0 * shape.matmul_params - 6.0 * shape.num_layers * 2 * shape.hidden + attention
 
 
+def forward_flops(shape: Shape, tokens: float, squares: float) -> float:
+    """Return the FLOPs of forward passes over documents with these tokens and summed squared lengths."""
+    return flops_per_token(shape, Documents(tokens=tokens, squares=squares)) * tokens / 3 if tokens else 0.0
+
+
 def step_seconds(shape: Shape, setup: StepSetup, docs: Documents, speed: DeviceSpeed) -> StepSeconds:
     """Return the seconds of a step on one rank. `docs` are of a whole micro-batch, which ranks may share."""
     return _StepTimer(shape, setup, docs, speed).step()
@@ -114,6 +120,17 @@ class _StepTimer:
         self.layers_recomputed = 0 if policy.activation_checkpointing == "none" else layers
         # Layers that recompute their matrix products.
         self.products_recomputed = 0 if policy.activation_checkpointing == "none" else layers - policy.keep_products
+
+    def weighing(self) -> float:
+        """Seconds of the forward passes that weigh the labels of a micro-batch, in which nothing is fused."""
+        tokens, squares = self.setup.forward_only
+        if not tokens:
+            return 0.0
+        setup = replace(self.setup, tokens=round(tokens), compiled=False)
+        passes = _StepTimer(self.shape, setup, Documents(tokens=tokens, squares=squares), self.speed)
+        layers = self.shape.num_layers * (passes.layer_products() + passes.between()[0]) + passes.attention()[0]
+        head = 2.0 * self.shape.table_params * tokens / self.matmul
+        return layers * self.speed.layers + head * self.speed.rest
 
     def attention(self) -> tuple[float, float]:
         """Seconds of all layers, forward and backward."""
@@ -191,6 +208,7 @@ class _StepTimer:
             loss=batches * self.loss() * speed.rest,
             update=self.update() * speed.rest,
             waiting=batches * waiting,
+            weighing=batches * self.weighing(),
         )
 
     def _waiting(self, forward: float, backward: float) -> float:

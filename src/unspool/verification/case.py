@@ -14,6 +14,7 @@ from unspool.data.packing.row import Row
 from unspool.models.fuse import cast_parameters
 from unspool.training.config import StageConfig
 from unspool.training.loader import build_step
+from unspool.training.losses.base import LossWeights
 from unspool.training.step import train_step
 from unspool.verification.fixtures import ModelSpec, Step, build_steps, lower_original_len, only_document, row_len
 from unspool.verification.ground_truth import (
@@ -169,9 +170,16 @@ class _GradientRecorder:
         return 0.0
 
 
-def train_outcome(model: Any, step: Step, *, rows_at_once: int = 1, order: Sequence[int] | None = None) -> Outcome:
+def train_outcome(
+    model: Any,
+    step: Step,
+    *,
+    rows_at_once: int = 1,
+    order: Sequence[int] | None = None,
+    loss_weights: LossWeights | None = None,
+) -> Outcome:
     """Loss and gradient of the whole step, with `rows_at_once` rows per micro-batch."""
-    loss, grads = _train(model, step.rows, rows_at_once=rows_at_once, order=order)
+    loss, grads = _train(model, step.rows, rows_at_once=rows_at_once, order=order, loss_weights=loss_weights)
     return Outcome({STEP: loss}, {STEP: grads})
 
 
@@ -184,7 +192,12 @@ def train_document(model: Any, step: Step, number: int, *, gradient: bool) -> Ou
 
 
 def _train(
-    model: Any, rows: Sequence[Row], *, rows_at_once: int = 1, order: Sequence[int] | None = None
+    model: Any,
+    rows: Sequence[Row],
+    *,
+    rows_at_once: int = 1,
+    order: Sequence[int] | None = None,
+    loss_weights: LossWeights | None = None,
 ) -> tuple[float, dict[str, Tensor]]:
     length = len(rows[0].tokens)
     stage = step_stage(length, len(rows), micro_batch_tokens=length * rows_at_once)
@@ -192,7 +205,8 @@ def _train(
     picks = [[("rows", index)] for index in order or range(len(rows))]
     with summed_gradients(model) as sums:
         recorder = _GradientRecorder(model, sums)
-        result = train_step(model, recorder, build_step(stage, row_sets, picks), lr=stage.lr)
+        work = build_step(stage, row_sets, picks, loss_weights=loss_weights)
+        result = train_step(model, recorder, work, lr=stage.lr)
     return result.loss, recorder.grads
 
 

@@ -37,6 +37,7 @@ def build_checks(plain: PlainProcess, *, kills: int = runs.KILLS, ranks: RankGro
         Check("isolation", 1, "replacing one document's tokens leaves the others bitwise equal", steps.check_isolation),
         Check("position-shift", 1, "a document at higher positions vs. at position 0", steps.check_position_shift),
         Check("micro-batches", 2, "eight rows in micro-batches of 1, 4 and 8", steps.check_micro_batches),
+        Check("loss-weights", 2, "weighted labels in micro-batches of 1, 4 and 8 vs. a mask", steps.check_loss_weights),
         Check("row-order", 2, "one step with its rows in different orders", steps.check_row_order),
         *([rank_check(ranks)] if ranks else []),
         Check("resume", 3, "a stage interrupted several times vs. an uninterrupted stage", runs.check_resume),

@@ -1,6 +1,7 @@
 """Promises 1 and 2: packing, micro-batches and row order change neither loss nor gradient."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -9,12 +10,14 @@ from torch import Tensor
 from unspool.core.rng import rng_for
 from unspool.data.packing.row import Row
 from unspool.training.batch import build_batch
+from unspool.training.losses.base import LossWeights
 from unspool.verification.case import Case, Measured, SkippedError, train_document, train_outcome
 from unspool.verification.fixtures import GRADIENT_DOCUMENT, NUM_ROWS, with_tokens
 from unspool.verification.ground_truth import Difference, compare
 from unspool.verification.tolerance import EXACT, shift_tolerance
 
 SHIFT = 64
+LABEL_WEIGHT = 0.375
 
 
 def check_packing(case: Case) -> list[Measured]:
@@ -92,6 +95,29 @@ def check_row_order(case: Case) -> list[Measured]:
     """Compute the same rows in reverse and in random order."""
     order = rng_for(case.seed, "verify", "order").permutation(NUM_ROWS).tolist()
     return _compare_splits(case, [(1, range(NUM_ROWS)[::-1]), (2, order)])
+
+
+class _MaskAsWeights(LossWeights):
+    """Weights of the labels of `rows` without their masks: LABEL_WEIGHT, and 0 where the mask leaves a label out."""
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self._masks = [row.loss_mask for row in rows]
+        self.rows = tuple(replace(row, loss_mask=None) for row in rows)
+
+    def of_row(self, row: Row, spans: np.ndarray) -> np.ndarray:
+        (mask,) = (mask for mask, own in zip(self._masks, self.rows, strict=True) if own is row)
+        counted = np.ones(len(row.tokens)) if mask is None else np.append(mask[1:], False)
+        return LABEL_WEIGHT * counted.astype(np.float32)
+
+
+def check_loss_weights(case: Case) -> list[Measured]:
+    """Weigh labels instead of masking them: the sum of weight · loss by the sum of weights must be the masked mean."""
+    weights, truth = _MaskAsWeights(case.steps["several"].rows), case.truths["several"]
+    step = replace(case.steps["several"], rows=weights.rows)
+    found = [
+        compare(train_outcome(case.model, step, rows_at_once=count, loss_weights=weights), truth) for count in (1, 4, 8)
+    ]
+    return case.measure([("several", difference) for difference in found])
 
 
 def _compare_splits(case: Case, splits: list[tuple[int, Sequence[int]]]) -> list[Measured]:
