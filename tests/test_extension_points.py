@@ -1,6 +1,6 @@
 """One toy of every kind of extension, defined here and registered by one call, goes through the whole product.
 
-A RoPE method, a strategy, a source, a suite, an optimizer and a backend: check, plan, run, eval, report and model card.
+A RoPE method, a strategy, a source, a suite, an optimizer, loss weights and a backend: check, plan, run, eval, report and model card.
 """
 
 import json
@@ -31,6 +31,8 @@ from unspool.evals.task_suite import TaskSuite
 from unspool.models.tokenizer import load_tokenizer
 from unspool.rope.methods import ROPE_METHODS, register_rope_method
 from unspool.rope.tables import RopeMethod, RopeSettings, RopeShape, one_base
+from unspool.training.losses.base import LossConfig, LossWeights
+from unspool.training.losses.config import LOSSES, register_loss
 from unspool.training.optim.base import OptimizerConfig, ParamState, Rates
 from unspool.training.optim.config import OPTIMIZERS, register_optimizer
 
@@ -123,6 +125,23 @@ class SignSgd:
         pass
 
 
+class LateLoss(LossConfig):
+    """The second half of each row weighs twice as much."""
+
+    weights: Literal["late"] = "late"
+
+    def build(self, stage: Any, measured: Any) -> "LateWeights":
+        return LateWeights()
+
+
+class LateWeights(LossWeights):
+    rows: ClassVar[int] = 0
+
+    def of_row(self, row: Row, spans: np.ndarray) -> np.ndarray:
+        LateWeights.rows += 1
+        return np.where(np.arange(len(row.tokens)) < len(row.tokens) // 2, 1.0, 2.0)
+
+
 class EchoEval(TaskEval):
     suite: Literal["echo"]
 
@@ -170,6 +189,7 @@ def registered() -> Iterator[None]:
     register_strategy(Backwards)
     register_source(Counting)
     register_optimizer(SignSgdConfig)
+    register_loss(LateLoss)
     register_suite(ECHO)
     register_backend("parrot", Parrot)
     yield
@@ -178,6 +198,7 @@ def registered() -> Iterator[None]:
         (STRATEGIES, "backwards"),
         (SOURCES, "counting"),
         (OPTIMIZERS, "sign-sgd"),
+        (LOSSES, "late"),
         (SUITES, "echo"),
         (BACKENDS, "parrot"),
     ):
@@ -204,6 +225,7 @@ stages:
     batch_tokens: 256
     lr: 1e-4
     optimizer: {{name: sign-sgd}}
+    loss: {{weights: late}}
 evals:
   - {{suite: echo, lengths: [64], samples: 4}}
 """
@@ -229,6 +251,7 @@ def test_the_checker_takes_them_and_names_them_where_one_is_misspelled(recipe):
         ("sources.numbers.kind", "countin", "counting"),
         ("stages.0.rope.method", "doubled-bas", "doubled-base"),
         ("stages.0.optimizer.name", "sign-sg", "sign-sgd"),
+        ("stages.0.loss.weights", "lat", "late"),
         ("evals.0.suite", "ech", "echo"),
         ("datasets.packed.backward", "{}", "backwards"),
     ):
@@ -238,7 +261,7 @@ def test_the_checker_takes_them_and_names_them_where_one_is_misspelled(recipe):
 
 def test_the_schema_lists_them():
     text = invoke("recipes", "schema")
-    for name in ("counting", "backwards", "doubled-base", "sign-sgd", "echo"):
+    for name in ("counting", "backwards", "doubled-base", "sign-sgd", "late", "echo"):
         assert f'"{name}"' in text, name
 
 
@@ -250,7 +273,7 @@ def test_a_plan_asks_them(recipe):
 
 @pytest.fixture(scope="module")
 def run_dir(recipe):
-    SignSgd.steps = 0
+    SignSgd.steps = LateWeights.rows = 0
     invoke("run", recipe)
     return recipe.parent / "run"
 
@@ -267,6 +290,7 @@ def test_a_run_uses_them(recipe, run_dir, tmp_path):
     assert config["rope_parameters"]["rope_theta"] == 20_000.0
     steps = [json.loads(line) for line in (run_dir / "stages" / "toy" / "metrics.jsonl").read_text().splitlines()]
     assert len(steps) == SignSgd.steps == 2, "another optimizer took the steps"
+    assert LateWeights.rows == 4, "rows were not weighed"
     saved = safe_open(run_dir / "stages" / "toy" / "optimizer.safetensors", "np").keys()
     assert not [name for name in saved if "exp_avg" in name]
     summary = json.loads((run_dir / "scores" / "toy" / "summary.json").read_text())

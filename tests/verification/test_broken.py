@@ -16,6 +16,7 @@ import unspool.training.batch
 import unspool.training.checkpoint.resume
 import unspool.training.loader
 import unspool.training.loop
+import unspool.training.step
 import unspool.verification.interruptions
 from unspool.models.memory.offload import Offloader
 from unspool.models.rotary import rotate_heads
@@ -91,6 +92,26 @@ def test_a_loss_that_is_averaged_in_every_micro_batch(monkeypatch, case, results
 def test_a_step_that_weighs_its_first_rows_more(monkeypatch, case, results):
     weigh_loss(monkeypatch, lambda labels, number: 1 + 1e-3 / number)
     assert caught(results("row-order", case("llama")))
+
+
+def test_weighted_losses_that_are_divided_by_the_number_of_labels(monkeypatch, case, results):
+    monkeypatch.setattr(unspool.training.batch.Batch, "row_weights", property(lambda batch: list(batch.num_valid)))
+    assert caught(results("loss-weights", case("llama")))
+
+
+def test_weights_of_the_label_before(monkeypatch, case, results):
+    true = unspool.training.step.summed_loss
+    monkeypatch.setattr(
+        unspool.training.step,
+        "summed_loss",
+        lambda *args, weights, **more: true(*args, weights=weights.roll(1), **more),
+    )
+    assert caught(results("loss-weights", case("llama")))
+
+
+def test_weighted_losses_that_are_averaged_in_every_micro_batch(monkeypatch, case, results):
+    average_micro_batches(monkeypatch)
+    assert caught(results("loss-weights", case("llama")))
 
 
 # Promise 3

@@ -164,7 +164,7 @@ def test_limits_of_a_model_that_rounds_much_stay_far_below_a_mistake(uneven_case
         assert FP32 < worst_weight < FP32_WORST_WEIGHT / 100
 
 
-@pytest.mark.parametrize("check", ["packing", "micro-batches", "row-order", "activation-checkpointing"])
+@pytest.mark.parametrize("check", ["packing", "micro-batches", "loss-weights", "row-order", "activation-checkpointing"])
 def test_promises_hold_for_a_model_with_large_rounding_errors(check, uneven_case, results):
     assert [result.status for result in results(check, uneven_case) if result.status != "passed"] == []
 
