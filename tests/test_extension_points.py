@@ -1,6 +1,7 @@
 """One toy of every kind of extension, defined here and registered by one call, goes through the whole product.
 
-A RoPE method, a strategy, a source, a suite, an optimizer, loss weights and a backend: check, plan, run, eval, report and model card.
+A RoPE method, a strategy, a source, a suite, an optimizer, loss weights and a backend: check, plan, run, eval, report
+and model card.
 """
 
 import json

@@ -14,7 +14,7 @@ from unspool.planning.fit import GIB, Case, Machine, changes, estimate, format_v
 from unspool.planning.footprint import PARTS
 from unspool.planning.recipe_inputs import ASSUMED, plan_data, planned_model
 from unspool.planning.recipe_plan import Plan, as_plain, plan_recipe
-from unspool.planning.step_time import device_speed
+from unspool.planning.step_time import device_speed, documents, flops_per_token
 from unspool.recipe.launch import check_layouts
 from unspool.recipe.load import load_recipe
 from unspool.recipe.paths import bundled_recipes
@@ -244,3 +244,41 @@ def test_plans_sum_up():
 def test_a_stage_that_changes_no_rope_has_that_of_the_stage_it_starts_from():
     found = planned("prolong", "h200", 64)
     assert found.stages[2].rope[0].startswith("abf with base 1.28e8, of stage 512k: ")
+
+
+# Loss weights
+
+
+def test_a_plan_prints_what_longce_costs_and_exact_is_free():
+    plain, exact, longce, wider = (
+        planned("utk-128k", "h200", 8, *words)
+        for words in (
+            [],
+            ["stages.0.loss={weights: exact}"],
+            ["stages.0.loss={weights: longce}"],
+            ["stages.0.loss={weights: longce, stride: 4K}"],
+        )
+    )
+
+    assert as_plain(exact)["stages"][0]["chosen"]["seconds"] == as_plain(plain)["stages"][0]["chosen"]["seconds"]
+    assert as_plain(exact)["stages"][0]["weighing_flops_per_token"] == 0
+    assert "weights    " not in f"{plain}{exact}"
+    (stage,) = as_plain(longce)["stages"]
+    seconds = stage["chosen"]["seconds"]
+    # One row of 128K, and windows of 5K that begin every 1K.
+    tokens, shape = 128 * 1024, longce.model.shape
+    lens = [tokens, *[5 * 1024] * 123]
+    assert stage["weighing_flops_per_token"] * tokens == pytest.approx(
+        flops_per_token(shape, documents(lens)) * sum(lens) / 3
+    )
+    step = as_plain(plain)["stages"][0]["chosen"]["seconds"]["step"]
+    assert seconds["step"] - seconds["weighing"] == pytest.approx(step)
+    assert f"; {seconds['weighing']:.3g} s more per step, {seconds['weighing'] / step:.0%}" in str(longce)
+    assert stage["weighing_flops_per_token"] > as_plain(wider)["stages"][0]["weighing_flops_per_token"] > 0
+
+
+def test_faster_settings_do_not_share_rows_where_the_weights_cannot():
+    plain, longce = (planned("utk-128k", "h200", 8, *words) for words in ([], ["stages.0.loss={weights: longce}"]))
+
+    assert plain.stages[0].faster.layout.sequence_ranks > 1, "nothing would have shared rows"
+    assert longce.stages[0].faster.layout.sequence_ranks == 1
