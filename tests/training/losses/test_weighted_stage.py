@@ -4,10 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import unspool
-from factory import CPU, build_stage, random_row, save_folder, save_mini, save_rows
+from factory import CPU, build_model, build_stage, random_row, save_folder, save_mini, save_rows
 from training.stage_runs import assert_same_result, metrics
 from unspool.cli.main import build_app
 from unspool.core.artifacts import read_manifest
@@ -111,3 +112,20 @@ def test_longce_refuses_ranks_that_share_rows(tmp_path):
 
     assert done.exit_code == 2
     assert "needs parallel.ulysses 1" in " ".join(done.stderr.split())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_weighted_stage_on_cuda_follows_the_cpu_to_bfloat16(name, compiled, tmp_path):
+    model = save_folder(tmp_path / "model", build_model(hidden_size=128, initializer_range=0.1))
+    rows = save_rows(tmp_path / "long", [random_row((20, 12), seed, mask=0.3) for seed in range(7)])
+    inputs = StageInputs(model=str(model), datasets={"long": rows})
+    for device in ("cpu", "cuda"):
+        stage = build_stage(tokens=192, micro_batch_tokens=32, loss=LOSSES[name], compile=compiled and device == "cuda")
+        run_stage(stage, inputs, tmp_path / device / "one", seed=0, device=torch.device(device))
+
+    cpu, cuda = ([step["loss"] for step in metrics(tmp_path / device / "one")] for device in ("cpu", "cuda"))
+    assert len(cpu) == 3
+    # LongCE's weights are ratios of probabilities, which bf16 changes more than losses.
+    assert cuda == pytest.approx(cpu, rel=1e-2 if name == "exact" else 3e-2)

@@ -8,6 +8,8 @@ Effective contexts from `threshold` on form the tail, in bins of doubling length
 goes to the tail, equally to each bin that occurs, so that a label's weight is inverse to the frequency of its bin. The
 rest goes to all labels alike. So a label in bin b, which holds the share p(b) of all labels, weighs
 1 − extra + extra / (number of bins · p(b)), and one below the threshold 1 − extra. The mean over the mix is 1.
+
+The paper's code is not public. That the mean is 1, and the defaults of `threshold` and `extra`, are choices made here.
 """
 
 import logging

@@ -7,6 +7,10 @@ The short contexts are windows of `short_context` + `stride` tokens, `stride` ap
 gives the labels after its first `short_context` tokens. A label that sees fewer tokens than the first window holds has
 the same context twice, so its weight is 1. Windows stay inside the tokens that attend to each other: a document, or a
 row without document masks.
+
+The authors divide the weighted sum by the number of labels. Here it is divided by the sum of weights, so that the
+weights do not change the size of the step. The cost is one forward pass over the long context, to know this sum before
+the first backward pass, and one over each window.
 """
 
 from dataclasses import dataclass, replace
