@@ -7,7 +7,7 @@ from unspool.data.mixture import ModelShape
 from unspool.training.loader import build_step
 from unspool.training.parallel.mesh import RankCoords
 
-from .steps import BROKEN_STEPS, PACKED, SLOTS, STEP_CASES, off_by, take_steps
+from .steps import BROKEN_STEPS, LONGCE, PACKED, SLOTS, STEP_CASES, off_by, take_steps
 
 # fp32 sums in another order.
 ALLOWED = {"loss": 1e-6, "loss of a set": 1e-6, "norm": 1e-5, "gradient": 1e-5, "weight": 1e-3}
@@ -64,3 +64,19 @@ def test_every_row_of_a_step_is_one_ranks_and_picks_are_the_same_on_all(data_ran
     assert sum(step.num_valid for step in steps) == alone.num_valid
     assert {len(step.batches) for step in steps} == {8 // data_ranks}
     assert all(step.picks == alone.picks and step.doc_lens == alone.doc_lens for step in steps)
+
+
+@pytest.mark.parametrize("data_ranks", [2, 4])
+def test_ranks_have_unequal_numbers_of_short_passes(data_ranks):
+    """So that the cases with LongCE above try ranks that wait for others with more passes."""
+    stage = build_stage(batch_tokens=256, tokens=256, loss=LONGCE)
+    weights = stage.loss.build(stage, None)
+    shape = ModelShape(num_layers=2, attention_width=32, num_params=1000)
+
+    counts = [
+        sum(len(weights.short_passes(batch)) for batch in step.batches)
+        for coords in places(data_ranks)
+        for step in [build_step(stage, PACKED, SLOTS["packed"], coords=coords, shape=shape, loss_weights=weights)]
+    ]
+
+    assert len(set(counts)) > 1, counts
