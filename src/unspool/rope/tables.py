@@ -6,7 +6,7 @@ Configs are plain dicts, with v5's `rope_parameters` (also nested by layer type)
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -268,6 +268,7 @@ class RopeSettings:
     head_bases: np.ndarray | None = None  # one base per KV head
     rotate_by_layer: bool = False  # each layer shifts the bases by one head
     self_extend: tuple[int, int] | None = None  # window and group of Self-Extend, which needs `head_bases`
+    label: str | None = None  # description, if `summary` cannot tell from the parameters
 
     def tables(self, rope: RopeShape, seq_len: int | None = None) -> Tables:
         """Return frequencies [d/2], or [KV heads, d/2] if heads differ."""
@@ -278,6 +279,8 @@ class RopeSettings:
 
     def summary(self, rope: RopeShape, context_len: int) -> str:
         """Describe the settings in a few words, such as `factor 8, temperature 1.21`."""
+        if self.label is not None:
+            return self.label
         if self.head_bases is not None:
             return f"bases {format_base(self.head_bases[0])} to {format_base(self.head_bases[-1])}"
         assert self.parameters is not None
@@ -290,6 +293,28 @@ class RopeSettings:
 
 def one_base(base: float) -> dict[str, Any]:
     return {"rope_type": "default", "rope_theta": float(base)}
+
+
+# Divisor of a frequency that must not rotate: JSON has no infinity. Even at position 1e9 the angle is at most 1e-11, so
+# in fp32 its cosine is 1, and its sine is too small to change a sum. Times any base up to 1e16, it is finite in fp32.
+FROZEN = 1e20
+
+
+def divided(base: float, divisors: Sequence[float], max_positions: int) -> dict[str, Any]:
+    """Return `rope_parameters` that divide every frequency by its own number, at every input length.
+
+    `longrope` with two equal lists. Both lengths are equal, so readers that compute the attention factor from their
+    ratio get 1 too.
+    """
+    return {
+        "rope_type": "longrope",
+        "rope_theta": float(base),
+        "factor": 1.0,
+        "attention_factor": 1.0,
+        "short_factor": list(divisors),
+        "long_factor": list(divisors),
+        "original_max_position_embeddings": max_positions,
+    }
 
 
 class RopeMethod(Config):
