@@ -8,6 +8,7 @@ if TYPE_CHECKING:  # otherwise the modules, which import `__version__` from here
     # Models
     from unspool.models.extend import load as load
     from unspool.models.extend import extend as extend
+    from unspool.models.merge import merge as merge
     from unspool.recipe.export import export as export
     from unspool.models.attention.interface import register as register
 

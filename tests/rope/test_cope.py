@@ -76,7 +76,7 @@ def test_the_method_describes_itself():
 
 
 def test_more_frequencies_than_the_model_has_are_refused():
-    with pytest.raises(ConfigError, match="tapered 65 exceeds the 64 frequencies.*give at most 64"):
+    with pytest.raises(ConfigError, match=r"tapered 65 exceeds the 64 frequencies.*give at most 64"):
         CoPE(tapered=65).resolve(SHAPE, 64 * K)
 
 

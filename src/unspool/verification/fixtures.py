@@ -21,7 +21,7 @@ from unspool.models.load import load_model
 from unspool.models.location import first_line, location, short_name
 from unspool.models.rotary import USES_INPUT_LENGTH, apply_rope
 from unspool.models.tokenizer import silence_transformers
-from unspool.rope import harpe, methods
+from unspool.rope import cope, harpe, methods
 from unspool.rope.tables import GLOBAL_LAYERS, RopeMethod, global_parameters, is_nested
 
 CONTEXT = 512
@@ -102,7 +102,7 @@ DYNAMIC = RopeCase(
     parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
 )
 COPE = RopeCase(
-    method=methods.CoPE(base=5e5, tapered=5),
+    method=cope.CoPE(base=5e5, tapered=5),
     parameters=ABF.parameters,
     multipliers=(1.0, (2 + 2**0.5) / 4, 0.5, (2 - 2**0.5) / 4, 0.0),
 )
