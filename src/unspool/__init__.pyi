@@ -29,6 +29,7 @@ if TYPE_CHECKING:  # otherwise the modules, which import `__version__` from here
     from unspool.rope.methods import Llama3 as Llama3
     from unspool.rope.harpe import HARPE as HARPE
     from unspool.rope.cope import CoPE as CoPE
+    from unspool.rope.drope import DroPE as DroPE
 
     # Data
     from unspool.recipe.packed_dataset import pack as pack

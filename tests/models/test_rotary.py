@@ -121,6 +121,7 @@ SCALED = {
     "longrope": {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 2.0, 3.0, 4.0]},
     "llama3": {},
     "cope": {"base": 1e6, "tapered": 3},
+    "drope": {},
 }
 
 
@@ -243,9 +244,38 @@ def test_cope_rotates_as_a_model_whose_frequencies_were_multiplied_by_the_taper(
 
 
 @torch.no_grad()
-def test_packed_documents_under_cope_come_out_as_each_alone():
+@pytest.mark.parametrize("family", [*FAMILIES, "Phi3"])
+def test_drope_computes_what_frequencies_of_zero_compute(family):
+    changes = {"pad_token_id": 0} if family == "Phi3" else {}
+    model, reference = (build_model(family, **changes) for _ in range(2))
+    reference.base_model.rotary_emb.inv_freq.zero_()
+
+    apply_rope(model, scaled("drope"), 256)
+
+    tokens = random_tokens(200)
+    assert torch.equal(logits(model, tokens), logits(reference, tokens))
+    far = model(input_ids=tokens, position_ids=torch.arange(10**6, 10**6 + 200)[None]).logits
+    assert torch.equal(far, logits(model, tokens))
+
+
+@pytest.mark.parametrize("method", ["cope", "drope"])
+def test_a_method_without_lengths_is_stretched_by_unchanged(method, tmp_path):
+    model, fresh = build_model(), build_model()
+    apply_rope(model, scaled(method), 128)
+    apply_rope(fresh, scaled(method), 256)
+
+    apply_rope(model, Unchanged(), 256)
+
+    assert model.config.rope_parameters == fresh.config.rope_parameters
+    assert model.config.max_position_embeddings == 256
+    assert torch.equal(logits(model), logits(fresh))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("method", ["cope", "drope"])
+def test_packed_documents_come_out_as_each_alone_with_divided_frequencies(method):
     model, tokens, doc_lens = build_model(), random_tokens(90), (70, 1, 19)
-    apply_rope(model, scaled("cope"), 64)
+    apply_rope(model, scaled(method), 64)
     decide_by_document(model)
 
     packed = model.base_model(**packed_inputs(tokens, doc_lens), use_cache=False).last_hidden_state[0]

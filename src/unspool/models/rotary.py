@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from unspool.core.errors import ConfigError
 from unspool.core.sizes import format_size
+from unspool.models.attention_scale import scale_attention
 from unspool.models.checks import DOC_LEN, is_close, last_states
 from unspool.models.location import first_line
 from unspool.models.modeling_harpe import ROPE_TYPE
@@ -29,8 +30,10 @@ from unspool.rope.tables import (
     GLOBAL_LAYERS,
     RopeMethod,
     RopeShape,
+    divided,
     frequencies,
     global_parameters,
+    is_divided,
     is_nested,
     one_base,
     shape_of,
@@ -54,8 +57,14 @@ def rope_shape(config: Any) -> RopeShape:
 
 def apply_rope(model: Any, method: RopeMethod, context_len: int) -> None:
     """Apply a RoPE method to `model` and its config, in place."""
+    _apply_settings(model, method, context_len)
+    if method.attention_scale is not None:
+        scale_attention(model, method.attention_scale)
+
+
+def _apply_settings(model: Any, method: RopeMethod, context_len: int) -> None:
     if method.keeps_frequencies:
-        _extend_context(model.config, context_len)
+        _extend_context(model, context_len)
         return
     settings = method.resolve(rope_shape(model.config), context_len)
     if settings.head_bases is None:
@@ -80,10 +89,16 @@ def apply_rope(model: Any, method: RopeMethod, context_len: int) -> None:
     model.config.max_position_embeddings = settings.max_positions
 
 
-def _extend_context(config: Any, context_len: int) -> None:
+def _extend_context(model: Any, context_len: int) -> None:
+    config = model.config
     if context_len <= config.max_position_embeddings:
         return
-    rope_type = global_parameters(config.to_dict())["rope_type"]
+    parameters = global_parameters(config.to_dict())
+    if is_divided(parameters):
+        same = divided(parameters["rope_theta"], parameters["short_factor"], context_len)
+        apply_parameters(model, same, context_len)
+        return
+    rope_type = parameters["rope_type"]
     if rope_type in USES_MAX_POSITIONS:
         raise ConfigError(
             f"rope unchanged: this model's {rope_type} scaling depends on max_position_embeddings, so at "

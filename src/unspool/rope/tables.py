@@ -6,12 +6,12 @@ Configs are plain dicts, with v5's `rope_parameters` (also nested by layer type)
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from unspool.core.config import Config, lookup
 from unspool.core.errors import ConfigError
@@ -317,6 +317,16 @@ def divided(base: float, divisors: Sequence[float], max_positions: int) -> dict[
     }
 
 
+def is_divided(parameters: Mapping[str, Any]) -> bool:
+    """Return whether settings are like those of `divided`: the same frequencies for every input length."""
+    if parameters["rope_type"] != "longrope" or parameters.get("attention_factor") != 1:
+        return False
+    return bool(parameters["short_factor"] == parameters["long_factor"])
+
+
+Gain = Annotated[float, Field(gt=0)]
+
+
 class RopeMethod(Config):
     """Base class of RoPE methods. Factors are relative to the length that the model's unscaled base was trained for.
 
@@ -325,6 +335,11 @@ class RopeMethod(Config):
     """
 
     method: str = Field(description="Name of the RoPE method.")
+    attention_scale: Gain | tuple[Gain, ...] | None = Field(
+        default=None,
+        description="Gain of the attention scores, folded into the query weights of the model that the stage starts "
+        "from. One number for all layers with full attention, or one per layer. Default: none.",
+    )
 
     # Whether the model keeps its frequencies; such a method has no `resolve`.
     keeps_frequencies: ClassVar[bool] = False
@@ -336,6 +351,15 @@ class RopeMethod(Config):
     needs_weights: ClassVar[bool] = False
     # Settings that a recipe must give, if `suggest` cannot.
     requirement: ClassVar[str | None] = None
+
+    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
+        return (each for each in super().__repr_args__() if each != ("attention_scale", None))
+
+    @model_serializer(mode="wrap")
+    def _without_unset_scale(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out `attention_scale` where it is not set, so that recorded settings of older runs still match."""
+        plain: dict[str, Any] = dump(self)
+        return {key: value for key, value in plain.items() if key != "attention_scale" or value is not None}
 
     def resolve(self, rope: RopeShape, context_len: int) -> RopeSettings:
         """Return the settings for a model at a context length; ConfigError if they contradict each other."""
