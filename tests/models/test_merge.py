@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 from typer.testing import CliRunner
 
 from factory import CPU, build_model, build_tokenizer, random_tokens, save_folder
@@ -293,6 +293,15 @@ def test_a_model_that_does_not_exist_is_refused_by_its_name(pair, tmp_path):
     done = run(pair[0], tmp_path / "nothing", "--out", tmp_path / "out")
 
     assert done.exit_code == 2 and "nothing" in done.stderr and "no such file or folder" in done.stderr
+
+
+def test_a_model_without_rope_is_refused_before_anything_is_written(pair, tmp_path):
+    for name in ("one", "two"):
+        save_folder(tmp_path / name, GPT2LMHeadModel(GPT2Config(vocab_size=300, n_embd=32, n_layer=1, n_head=2)))
+
+    with pytest.raises(ConfigError, match="'gpt2' has no RoPE base"):
+        merge(tmp_path / "one", tmp_path / "two", weight=0.9, out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_quantized_weights_are_refused(pair, tmp_path):

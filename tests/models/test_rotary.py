@@ -17,8 +17,10 @@ from unspool.core.errors import ConfigError
 from unspool.models.export import save_model
 from unspool.models.load import load_model
 from unspool.models.rotary import apply_base, apply_head_bases, apply_rope, decide_by_document, rope_shape
+from unspool.reporting.model_card import describe_positions
 from unspool.rope.harpe import HARPE
 from unspool.rope.methods import ABF, AnyRopeMethod, Unchanged
+from unspool.rope.tables import config_frequencies
 
 from .rotary_cases import CLOSE, FAMILIES, logits, plain_rope
 
@@ -256,6 +258,17 @@ def test_drope_computes_what_frequencies_of_zero_compute(family):
     assert torch.equal(logits(model, tokens), logits(reference, tokens))
     far = model(input_ids=tokens, position_ids=torch.arange(10**6, 10**6 + 200)[None]).logits
     assert torch.equal(far, logits(model, tokens))
+
+
+@pytest.mark.parametrize(
+    ("method", "wanted"), [("cope", "base 1e6, 2 of 4 frequencies lowered"), ("drope", "no rotation")]
+)
+def test_a_config_and_its_model_card_tell_tapered_and_removed_frequencies(method, wanted):
+    model = build_model()
+    apply_rope(model, scaled(method), 256)
+
+    assert config_frequencies(model.config.to_dict(), 256)[1] == wanted
+    assert describe_positions(model.config.to_dict()) == f"RoPE, {wanted}"
 
 
 @pytest.mark.parametrize("method", ["cope", "drope"])

@@ -72,7 +72,7 @@ def test_the_taper_falls_from_one_to_zero():
 def test_the_method_describes_itself():
     method = CoPE(base=1e7)
     assert method.describe(SHAPE) == "cope with base 1e7, 20 tapered"
-    assert method.resolve(SHAPE, 64 * K).summary(SHAPE, 64 * K) == "base 1e7, 20 of 64 frequencies tapered"
+    assert method.resolve(SHAPE, 64 * K).summary(SHAPE, 64 * K) == "base 1e7, 19 of 64 frequencies lowered"
 
 
 def test_more_frequencies_than_the_model_has_are_refused():

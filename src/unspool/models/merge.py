@@ -29,7 +29,7 @@ from unspool.models.location import GGUF, location, model_path
 from unspool.models.tensor_files import TORCH_TYPES, TensorFile, write_streamed
 from unspool.models.tokenizer import load_tokenizer
 from unspool.models.weight_files import INDEX, MERGE_KIND, check_weights, model_digest, read_header, weight_files
-from unspool.rope.tables import config_frequencies
+from unspool.rope.tables import config_frequencies, shape_of
 
 logger = logging.getLogger(__name__)
 
@@ -116,6 +116,8 @@ def merge(first: str | Path, second: str | Path, *, weight: float, out: str | Pa
     _check_out(out_dir)
     sides = _read(str(first)), _read(str(second))
     own_tokens = _check_same(*sides)
+    lengths = [shape_of(side.values).max_positions for side in sides]
+    ropes = [config_frequencies(side.values, length)[1] for side, length in zip(sides, lengths, strict=True)]
     inputs = {"first": model_digest(str(sides[0].folder)), "second": model_digest(str(sides[1].folder))}
     with (
         lock_output(out_dir),
@@ -127,8 +129,6 @@ def merge(first: str | Path, second: str | Path, *, weight: float, out: str | Pa
         except BaseException:
             remove(draft.folder)
             raise
-    ropes = [_rope(side.values) for side in sides]
-    lengths = [_context_length(side.values) for side in sides]
     if lengths[0] < lengths[1]:
         logger.warning(
             f"merge: {first} has the shorter context ({format_size(lengths[0])}, and {second} "
@@ -248,14 +248,6 @@ def _check_tensor(name: str, first: _Side, second: _Side) -> None:
 
 def _has_token_rows(name: str) -> bool:
     return any(part in name for part in _TOKEN_ROWS)
-
-
-def _context_length(values: dict[str, Any]) -> int:
-    return int(values["max_position_embeddings"])
-
-
-def _rope(values: dict[str, Any]) -> str:
-    return config_frequencies(values, _context_length(values))[1]
 
 
 # Writing

@@ -45,11 +45,7 @@ class CoPE(RopeMethod):
         if tapered < 2:  # the taper begins with 1
             return RopeSettings(parameters=one_base(base), max_positions=max_positions)
         divisors = [1.0] * (num_frequencies - tapered) + [1 / each if each else FROZEN for each in taper(tapered)]
-        return RopeSettings(
-            parameters=divided(base, divisors, max_positions),
-            max_positions=max_positions,
-            label=f"base {format_base(base)}, {tapered} of {num_frequencies} frequencies tapered",
-        )
+        return RopeSettings(parameters=divided(base, divisors, max_positions), max_positions=max_positions)
 
     def num_tapered(self, rope: RopeShape) -> int:
         return round(SHARE * rope.rotary_dim / 2) if self.tapered is None else self.tapered

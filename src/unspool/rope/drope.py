@@ -36,11 +36,8 @@ class DroPE(RopeMethod):
                 f"{format_size(context_len)}; give at least that, or leave it out."
             )
         max_positions = max(self.extends_to or context_len, rope.max_positions)
-        return RopeSettings(
-            parameters=divided(rope.base, [FROZEN] * (rope.rotary_dim // 2), max_positions),
-            max_positions=max_positions,
-            label="no rotation",
-        )
+        divisors = [FROZEN] * (rope.rotary_dim // 2)
+        return RopeSettings(parameters=divided(rope.base, divisors, max_positions), max_positions=max_positions)
 
     def describe(self, rope: RopeShape) -> str:
         return f"{self.method}, no rotation"

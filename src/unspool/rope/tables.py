@@ -127,6 +127,8 @@ def config_frequencies(config: Mapping[str, Any], seq_len: int) -> tuple[np.ndar
         summary = f"a base per head, {format_base(bases[0])} to {format_base(bases[-1])}"
         return frequencies(bases, rope.rotary_dim).astype(np.float64), summary
     found = tables(parameters, rope.rotary_dim, max_positions=rope.max_positions, seq_len=seq_len)
+    if is_divided(parameters):
+        return found.inv_freq[None].astype(np.float64), describe_divided(parameters)
     scaling = "" if parameters["rope_type"] == "default" else f", {parameters['rope_type']} scaling"
     return found.inv_freq[None].astype(np.float64), f"base {format_base(rope.base)}{scaling}"
 
@@ -268,7 +270,6 @@ class RopeSettings:
     head_bases: np.ndarray | None = None  # one base per KV head
     rotate_by_layer: bool = False  # each layer shifts the bases by one head
     self_extend: tuple[int, int] | None = None  # window and group of Self-Extend, which needs `head_bases`
-    label: str | None = None  # description, if `summary` cannot tell from the parameters
 
     def tables(self, rope: RopeShape, seq_len: int | None = None) -> Tables:
         """Return frequencies [d/2], or [KV heads, d/2] if heads differ."""
@@ -279,13 +280,13 @@ class RopeSettings:
 
     def summary(self, rope: RopeShape, context_len: int) -> str:
         """Describe the settings in a few words, such as `factor 8, temperature 1.21`."""
-        if self.label is not None:
-            return self.label
         if self.head_bases is not None:
             return f"bases {format_base(self.head_bases[0])} to {format_base(self.head_bases[-1])}"
         assert self.parameters is not None
         if self.parameters["rope_type"] == "default":
             return f"base {format_base(self.parameters['rope_theta'])}"
+        if is_divided(self.parameters):
+            return describe_divided(self.parameters)
         attention_factor = self.tables(rope, context_len).attention_factor
         temperature = f", temperature {attention_factor:.3g}" if attention_factor != 1 else ""
         return f"factor {self.parameters['factor']:g}{temperature}"
@@ -322,6 +323,14 @@ def is_divided(parameters: Mapping[str, Any]) -> bool:
     if parameters["rope_type"] != "longrope" or parameters.get("attention_factor") != 1:
         return False
     return bool(parameters["short_factor"] == parameters["long_factor"])
+
+
+def describe_divided(parameters: Mapping[str, Any]) -> str:
+    divisors = parameters["short_factor"]
+    if min(divisors) >= FROZEN:
+        return "no rotation"
+    lowered = sum(each > 1 for each in divisors)
+    return f"base {format_base(parameters['rope_theta'])}, {lowered} of {len(divisors)} frequencies lowered"
 
 
 Gain = Annotated[float, Field(gt=0)]
