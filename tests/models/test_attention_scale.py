@@ -80,6 +80,16 @@ def test_scores_of_plain_python_are_multiplied():
             assert float(after[row, column]) == pytest.approx(1.5 * float(before[row, column]), rel=1e-5, abs=1e-6)
 
 
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_models_with_stock_attention_are_scaled_too(attention):
+    model = build_model(attention=attention)
+    wanted = by_hand(model, [1.75, 1.75])
+
+    apply_rope(model, Unchanged(attention_scale=1.75), 64)
+
+    torch.testing.assert_close(logits(model), wanted, **CLOSE)
+
+
 def test_each_layer_has_its_own_gain():
     model = build_model()
     wanted = by_hand(model, [2.0, 0.5])

@@ -16,7 +16,14 @@ from factory import CPU, SHAPE, build_model, build_tokenizer, packed_inputs, ran
 from unspool.core.errors import ConfigError
 from unspool.models.export import save_model
 from unspool.models.load import load_model
-from unspool.models.rotary import apply_base, apply_head_bases, apply_rope, decide_by_document, rope_shape
+from unspool.models.rotary import (
+    apply_base,
+    apply_head_bases,
+    apply_rope,
+    decide_by_document,
+    depends_on_length,
+    rope_shape,
+)
 from unspool.reporting.model_card import describe_positions
 from unspool.rope.harpe import HARPE
 from unspool.rope.methods import ABF, AnyRopeMethod, Unchanged
@@ -282,6 +289,7 @@ def test_a_method_without_lengths_is_stretched_by_unchanged(method, tmp_path):
     assert model.config.rope_parameters == fresh.config.rope_parameters
     assert model.config.max_position_embeddings == 256
     assert torch.equal(logits(model), logits(fresh))
+    assert not depends_on_length(model), "so shared prefixes and other trainers' rows need no document lengths"
 
 
 @torch.no_grad()

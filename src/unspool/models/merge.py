@@ -118,17 +118,8 @@ def merge(first: str | Path, second: str | Path, *, weight: float, out: str | Pa
     own_tokens = _check_same(*sides)
     lengths = [shape_of(side.values).max_positions for side in sides]
     ropes = [config_frequencies(side.values, length)[1] for side, length in zip(sides, lengths, strict=True)]
-    inputs = {"first": model_digest(str(sides[0].folder)), "second": model_digest(str(sides[1].folder))}
-    with (
-        lock_output(out_dir),
-        publish(out_dir, kind=MERGE_KIND, inputs=inputs, settings={"weight": weight}) as draft,
-    ):
-        try:
-            _write(draft.folder, *sides, weight=weight, own_tokens=own_tokens)
-            draft.counts = {"tensors": len(sides[0].entries), "own_tokens": len(own_tokens)}
-        except BaseException:
-            remove(draft.folder)
-            raise
+    with lock_output(out_dir):
+        _publish(out_dir, *sides, weight=weight, own_tokens=own_tokens)
     if lengths[0] < lengths[1]:
         logger.warning(
             f"merge: {first} has the shorter context ({format_size(lengths[0])}, and {second} "
@@ -251,6 +242,17 @@ def _has_token_rows(name: str) -> bool:
 
 
 # Writing
+
+
+def _publish(out_dir: Path, first: _Side, second: _Side, *, weight: float, own_tokens: list[int]) -> None:
+    inputs = {"first": model_digest(str(first.folder)), "second": model_digest(str(second.folder))}
+    with publish(out_dir, kind=MERGE_KIND, inputs=inputs, settings={"weight": weight}) as draft:
+        try:
+            _write(draft.folder, first, second, weight=weight, own_tokens=own_tokens)
+            draft.counts = {"tensors": len(first.entries), "own_tokens": len(own_tokens)}
+        except BaseException:
+            remove(draft.folder)
+            raise
 
 
 def _write(folder: Path, first: _Side, second: _Side, *, weight: float, own_tokens: list[int]) -> None:

@@ -194,7 +194,14 @@ def depends_on_length(model: Any) -> bool:
     """Return whether the frequencies of some layers depend on the input length."""
     parameters = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
     by_layer_type = parameters.values() if is_nested(parameters) else [parameters]
-    return any((each or {}).get("rope_type") in USES_INPUT_LENGTH for each in by_layer_type)
+    return any(uses_input_length(each) for each in by_layer_type)
+
+
+def uses_input_length(parameters: dict[str, Any] | None) -> bool:
+    """Return whether frequencies from these `rope_parameters` depend on the input length; CoPE's and DroPE's do not."""
+    if not parameters or parameters.get("rope_type") not in USES_INPUT_LENGTH:
+        return False
+    return not is_divided(parameters)
 
 
 def decides_by_document(model: Any) -> bool:
@@ -206,7 +213,7 @@ def same_frequencies(model: Any, lengths: Sequence[int]) -> bool:
     """Return whether such a model uses the same frequencies for all these lengths."""
     parameters = model.config.get_text_config().rope_parameters
     by_layer_type = parameters.values() if is_nested(parameters) else [parameters]
-    dependent = [each for each in by_layer_type if (each or {}).get("rope_type") in USES_INPUT_LENGTH]
+    dependent = [each for each in by_layer_type if uses_input_length(each)]
     relevant = model.base_model.rotary_emb._relevant_length
     return all(len({relevant(length, each) for length in lengths}) == 1 for each in dependent)
 
@@ -233,7 +240,7 @@ class _ByDocument(nn.Module):
         named = {} if layer_type is None else {"layer_type": layer_type}
         config: Any = self.config
         settings = config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
-        if not settings or settings.get("rope_type") not in USES_INPUT_LENGTH:
+        if not uses_input_length(settings):
             return rotate(hidden, position_ids, **named)
         if self.spans is None:
             self._reset(layer_type)
