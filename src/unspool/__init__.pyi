@@ -8,6 +8,7 @@ if TYPE_CHECKING:  # otherwise the modules, which import `__version__` from here
     # Models
     from unspool.models.extend import load as load
     from unspool.models.extend import extend as extend
+    from unspool.models.merge import merge as merge
     from unspool.recipe.export import export as export
     from unspool.models.attention.interface import register as register
 
@@ -27,6 +28,8 @@ if TYPE_CHECKING:  # otherwise the modules, which import `__version__` from here
     from unspool.rope.methods import LongRoPE as LongRoPE
     from unspool.rope.methods import Llama3 as Llama3
     from unspool.rope.harpe import HARPE as HARPE
+    from unspool.rope.cope import CoPE as CoPE
+    from unspool.rope.drope import DroPE as DroPE
 
     # Data
     from unspool.recipe.packed_dataset import pack as pack

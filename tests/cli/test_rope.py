@@ -17,7 +17,7 @@ from unspool.rope.harpe import HARPE
 from unspool.rope.methods import ABF, AnyRopeMethod, YaRN
 from unspool.rope.tables import shape_of
 
-METHODS = ["unchanged", "abf", "ntk", "pi", "dynamic", "ntk-by-parts", "yarn", "llama3", "harpe"]
+METHODS = ["unchanged", "abf", "ntk", "pi", "dynamic", "ntk-by-parts", "yarn", "llama3", "harpe", "cope"]
 
 
 def run(*options: object):

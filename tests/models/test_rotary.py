@@ -12,13 +12,22 @@ from transformers import (
     GPT2LMHeadModel,
 )
 
-from factory import CPU, SHAPE, build_model, build_tokenizer, random_tokens, save_folder
+from factory import CPU, SHAPE, build_model, build_tokenizer, packed_inputs, random_tokens, save_folder
 from unspool.core.errors import ConfigError
 from unspool.models.export import save_model
 from unspool.models.load import load_model
-from unspool.models.rotary import apply_base, apply_head_bases, apply_rope, rope_shape
+from unspool.models.rotary import (
+    apply_base,
+    apply_head_bases,
+    apply_rope,
+    decide_by_document,
+    depends_on_length,
+    rope_shape,
+)
+from unspool.reporting.model_card import describe_positions
 from unspool.rope.harpe import HARPE
 from unspool.rope.methods import ABF, AnyRopeMethod, Unchanged
+from unspool.rope.tables import config_frequencies
 
 from .rotary_cases import CLOSE, FAMILIES, logits, plain_rope
 
@@ -120,6 +129,8 @@ SCALED = {
     "yarn": {"beta_fast": 4},
     "longrope": {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 2.0, 3.0, 4.0]},
     "llama3": {},
+    "cope": {"base": 1e6, "tapered": 3},
+    "drope": {},
 }
 
 
@@ -225,6 +236,73 @@ def test_other_families_are_scaled_by_their_configs_alone(family, method, tmp_pa
 def test_a_scaling_that_an_architecture_forbids_is_refused_before_training():
     with pytest.raises(ConfigError, match=r"'phi3' does not allow rope_type 'yarn'.*use method abf"):
         apply_rope(build_model("Phi3", pad_token_id=0), scaled("yarn"), 256)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", [*FAMILIES, "Phi3"])
+def test_cope_rotates_as_a_model_whose_frequencies_were_multiplied_by_the_taper(family):
+    changes = {"pad_token_id": 0} if family == "Phi3" else {}
+    model, reference = (build_model(family, **changes) for _ in range(2))
+    apply_base(reference, 1e6)
+    reference.base_model.rotary_emb.inv_freq[-2:] *= torch.tensor([0.5, 0])
+
+    apply_rope(model, scaled("cope"), 256)
+
+    tokens = random_tokens(200)
+    torch.testing.assert_close(logits(model, tokens), logits(reference, tokens), **CLOSE)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", [*FAMILIES, "Phi3"])
+def test_drope_computes_what_frequencies_of_zero_compute(family):
+    changes = {"pad_token_id": 0} if family == "Phi3" else {}
+    model, reference = (build_model(family, **changes) for _ in range(2))
+    reference.base_model.rotary_emb.inv_freq.zero_()
+
+    apply_rope(model, scaled("drope"), 256)
+
+    tokens = random_tokens(200)
+    assert torch.equal(logits(model, tokens), logits(reference, tokens))
+    far = model(input_ids=tokens, position_ids=torch.arange(10**6, 10**6 + 200)[None]).logits
+    assert torch.equal(far, logits(model, tokens))
+
+
+@pytest.mark.parametrize(
+    ("method", "wanted"), [("cope", "base 1e6, 2 of 4 frequencies lowered"), ("drope", "no rotation")]
+)
+def test_a_config_and_its_model_card_tell_tapered_and_removed_frequencies(method, wanted):
+    model = build_model()
+    apply_rope(model, scaled(method), 256)
+
+    assert config_frequencies(model.config.to_dict(), 256)[1] == wanted
+    assert describe_positions(model.config.to_dict()) == f"RoPE, {wanted}"
+
+
+@pytest.mark.parametrize("method", ["cope", "drope"])
+def test_a_method_without_lengths_is_stretched_by_unchanged(method, tmp_path):
+    model, fresh = build_model(), build_model()
+    apply_rope(model, scaled(method), 128)
+    apply_rope(fresh, scaled(method), 256)
+
+    apply_rope(model, Unchanged(), 256)
+
+    assert model.config.rope_parameters == fresh.config.rope_parameters
+    assert model.config.max_position_embeddings == 256
+    assert torch.equal(logits(model), logits(fresh))
+    assert not depends_on_length(model), "so shared prefixes and other trainers' rows need no document lengths"
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("method", ["cope", "drope"])
+def test_packed_documents_come_out_as_each_alone_with_divided_frequencies(method):
+    model, tokens, doc_lens = build_model(), random_tokens(90), (70, 1, 19)
+    apply_rope(model, scaled(method), 64)
+    decide_by_document(model)
+
+    packed = model.base_model(**packed_inputs(tokens, doc_lens), use_cache=False).last_hidden_state[0]
+
+    alone = [model.base_model(input_ids=part).last_hidden_state[0] for part in torch.split(tokens, list(doc_lens), 1)]
+    torch.testing.assert_close(packed, torch.cat(alone), **CLOSE)
 
 
 @pytest.mark.parametrize("wrong", ["ignores", "bfloat16"])

@@ -1,6 +1,7 @@
 """What a stage starts from: earlier moments, tokens that its rows bring, random weights."""
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from factory import (
+    CPU,
     build_stage,
     in_child,
     random_row,
@@ -18,7 +20,12 @@ from factory import (
 from unspool.core.errors import ConfigError
 from unspool.data.strategies.utk.special_tokens import KNOTS, knot_ids
 from unspool.models.config import NewModel
+from unspool.models.export import save_model
+from unspool.models.load import load_model
+from unspool.models.tokenizer import load_tokenizer
+from unspool.rope.methods import ABF
 from unspool.training.checkpoint.resume import OPTIMIZER
+from unspool.training.parallel.apply import needs_full_weights
 from unspool.training.stage import StageInputs
 
 from .stage_runs import STAGE, assert_same_result, kill_after_step, metrics, run
@@ -172,3 +179,29 @@ def test_recompute_changes_memory_not_results(materials, never_killed, tmp_path)
     found, wanted = (load_file(out / "model" / "model.safetensors") for out in (tmp_path / "one", never_killed))
     for name, tensor in wanted.items():
         torch.testing.assert_close(found[name], tensor, msg=name)
+
+
+def test_a_gain_of_attention_scores_is_applied_once_though_the_stage_was_killed(materials, tmp_path, monkeypatch):
+    stage = STAGE.model_copy(update={"rope": ABF(base=5e5, attention_scale=1.5)})
+    by_hand = load_model(str(materials.model), device=CPU, dtype=torch.float32)
+    with torch.no_grad():
+        for layer in by_hand.model.layers:
+            layer.self_attn.q_proj.weight *= 1.5
+    save_model(by_hand, load_tokenizer(str(materials.model)), tmp_path / "scaled", dtype=torch.float32)
+    run(replace(materials, model=str(tmp_path / "scaled")), tmp_path / "hand" / "one")
+    run(materials, tmp_path / "whole" / "one", stage)
+
+    with monkeypatch.context() as patched:
+        kill_after_step(3)(patched.setattr)
+        assert in_child(lambda: run(materials, tmp_path / "killed" / "one", stage)) == -9
+    run(materials, tmp_path / "killed" / "one", stage)
+
+    assert_same_result(tmp_path / "killed" / "one", tmp_path / "whole" / "one")
+    losses = [[line["loss"] for line in metrics(tmp_path / kind / "one")] for kind in ("hand", "whole")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+def test_a_gain_is_folded_into_whole_weights_before_they_are_sharded():
+    scaled = {"method": "abf", "base": 5e5, "attention_scale": 1.5}
+    needs = [needs_full_weights(build_stage(rope=rope), {}) for rope in ({"method": "abf", "base": 5e5}, scaled)]
+    assert needs == [False, True]

@@ -26,6 +26,7 @@ from unspool.cli import (
     inspect,
     judge,
     launch,
+    merge,
     plan,
     recipes,
     report,
@@ -167,6 +168,7 @@ def build_app() -> typer.Typer:
     app.command("verify")(verify.verify)
     app.command("audit")(audit.audit)
     app.command("export")(export.export)
+    app.command("merge")(merge.merge)
     app.command("doctor")(doctor.doctor)
     app.add_typer(inspect.build_group(), name="inspect")
 

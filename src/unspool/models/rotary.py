@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from unspool.core.errors import ConfigError
 from unspool.core.sizes import format_size
+from unspool.models.attention_scale import scale_attention
 from unspool.models.checks import DOC_LEN, is_close, last_states
 from unspool.models.location import first_line
 from unspool.models.modeling_harpe import ROPE_TYPE
@@ -29,8 +30,10 @@ from unspool.rope.tables import (
     GLOBAL_LAYERS,
     RopeMethod,
     RopeShape,
+    divided,
     frequencies,
     global_parameters,
+    is_divided,
     is_nested,
     one_base,
     shape_of,
@@ -54,8 +57,14 @@ def rope_shape(config: Any) -> RopeShape:
 
 def apply_rope(model: Any, method: RopeMethod, context_len: int) -> None:
     """Apply a RoPE method to `model` and its config, in place."""
+    _apply_settings(model, method, context_len)
+    if method.attention_scale is not None:
+        scale_attention(model, method.attention_scale)
+
+
+def _apply_settings(model: Any, method: RopeMethod, context_len: int) -> None:
     if method.keeps_frequencies:
-        _extend_context(model.config, context_len)
+        _extend_context(model, context_len)
         return
     settings = method.resolve(rope_shape(model.config), context_len)
     if settings.head_bases is None:
@@ -80,10 +89,16 @@ def apply_rope(model: Any, method: RopeMethod, context_len: int) -> None:
     model.config.max_position_embeddings = settings.max_positions
 
 
-def _extend_context(config: Any, context_len: int) -> None:
+def _extend_context(model: Any, context_len: int) -> None:
+    config = model.config
     if context_len <= config.max_position_embeddings:
         return
-    rope_type = global_parameters(config.to_dict())["rope_type"]
+    parameters = global_parameters(config.to_dict())
+    if is_divided(parameters):
+        same = divided(parameters["rope_theta"], parameters["short_factor"], context_len)
+        apply_parameters(model, same, context_len)
+        return
+    rope_type = parameters["rope_type"]
     if rope_type in USES_MAX_POSITIONS:
         raise ConfigError(
             f"rope unchanged: this model's {rope_type} scaling depends on max_position_embeddings, so at "
@@ -179,7 +194,14 @@ def depends_on_length(model: Any) -> bool:
     """Return whether the frequencies of some layers depend on the input length."""
     parameters = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
     by_layer_type = parameters.values() if is_nested(parameters) else [parameters]
-    return any((each or {}).get("rope_type") in USES_INPUT_LENGTH for each in by_layer_type)
+    return any(uses_input_length(each) for each in by_layer_type)
+
+
+def uses_input_length(parameters: dict[str, Any] | None) -> bool:
+    """Return whether frequencies from these `rope_parameters` depend on the input length; CoPE's and DroPE's do not."""
+    if not parameters or parameters.get("rope_type") not in USES_INPUT_LENGTH:
+        return False
+    return not is_divided(parameters)
 
 
 def decides_by_document(model: Any) -> bool:
@@ -191,7 +213,7 @@ def same_frequencies(model: Any, lengths: Sequence[int]) -> bool:
     """Return whether such a model uses the same frequencies for all these lengths."""
     parameters = model.config.get_text_config().rope_parameters
     by_layer_type = parameters.values() if is_nested(parameters) else [parameters]
-    dependent = [each for each in by_layer_type if (each or {}).get("rope_type") in USES_INPUT_LENGTH]
+    dependent = [each for each in by_layer_type if uses_input_length(each)]
     relevant = model.base_model.rotary_emb._relevant_length
     return all(len({relevant(length, each) for length in lengths}) == 1 for each in dependent)
 
@@ -218,7 +240,7 @@ class _ByDocument(nn.Module):
         named = {} if layer_type is None else {"layer_type": layer_type}
         config: Any = self.config
         settings = config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
-        if not settings or settings.get("rope_type") not in USES_INPUT_LENGTH:
+        if not uses_input_length(settings):
             return rotate(hidden, position_ids, **named)
         if self.spans is None:
             self._reset(layer_type)

@@ -8,7 +8,7 @@ cached, so that no later step reads the files again.
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +35,7 @@ _TYPES = {
     torch.float64: "F64",
     torch.int64: "I64",
 }
+TORCH_TYPES = {name: dtype for dtype, name in _TYPES.items()}
 _ORDER = {dtype: number for number, dtype in enumerate(_TYPES)}
 
 
@@ -54,11 +55,16 @@ def write_tensor_files(files: Sequence[TensorFile], *, sync: bool = False) -> No
             done.result()
 
 
-def _write(file: TensorFile, *, sync: bool) -> None:
+def write_streamed(file: TensorFile, compute: Callable[[str], Tensor]) -> None:
+    """Write a file of meta tensors, whose values `compute` returns by name, one tensor in memory at a time."""
+    _write(file, sync=False, compute=compute)
+
+
+def _write(file: TensorFile, *, sync: bool, compute: Callable[[str], Tensor] | None = None) -> None:
     ordered = sorted(file.tensors.items(), key=lambda item: (-_ORDER[item[1].dtype], item[0]))
     hashed = hashlib.sha256()
     with naming(file.path), ThreadPoolExecutor(1, "unspool-digest") as pool, file.path.open("wb", buffering=0) as out:
-        for chunk in _chunks(ordered, file.metadata):
+        for chunk in _chunks(ordered, file.metadata, compute):
             hashing = pool.submit(hashed.update, chunk)
             left = chunk
             while left:
@@ -70,11 +76,17 @@ def _write(file: TensorFile, *, sync: bool) -> None:
     remember_digest(state, hashed.hexdigest())
 
 
-def _chunks(ordered: Sequence[tuple[str, Tensor]], metadata: Mapping[str, str] | None) -> Iterator[memoryview]:
+def _chunks(
+    ordered: Sequence[tuple[str, Tensor]],
+    metadata: Mapping[str, str] | None,
+    compute: Callable[[str], Tensor] | None = None,
+) -> Iterator[memoryview]:
     """Yield the bytes of a file. Each chunk is valid until the next one is requested."""
     yield memoryview(_header(ordered, metadata))
     buffer: Tensor | None = None
-    for _, tensor in ordered:
+    for name, empty in ordered:
+        tensor = empty if compute is None else compute(name)
+        assert (tensor.shape, tensor.dtype) == (empty.shape, empty.dtype), name
         flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
         for begin in range(0, len(flat), CHUNK_BYTES):
             part = flat[begin : begin + CHUNK_BYTES]

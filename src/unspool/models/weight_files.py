@@ -22,6 +22,7 @@ SINGLE = "model.safetensors"
 SUFFIX = ".safetensors"
 # Other types are quantized weights, whose values are meaningless without their scales.
 _FLOATS = ("F64", "F32", "F16", "BF16")
+MERGE_KIND = "merge"  # of a folder of `unspool merge`
 # Files of an exported folder that a user may edit; they do not change the model.
 _FREE = ("README.md",)
 
@@ -167,7 +168,8 @@ def _check_written(folder: Path, *, digests: bool) -> None:
 
 def _written(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
     """Yield the files of an exported folder or of a stage's model, with their manifest entries."""
-    for kind, holder, prefix in (("export", folder, ""), ("stage", folder.parent, f"{folder.name}/")):
+    holders = (("export", folder, ""), (MERGE_KIND, folder, ""), ("stage", folder.parent, f"{folder.name}/"))
+    for kind, holder, prefix in holders:
         manifest = read_manifest(holder) or {}
         if manifest.get("kind") == kind and "unspool" in manifest:
             for name, entry in manifest.get("files", {}).items():

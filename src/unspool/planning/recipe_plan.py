@@ -287,6 +287,8 @@ def rope_lines(values: dict[str, Any], stage: StageConfig, owner: StageConfig) -
     far = f"over {format_size(LOOK_AHEAD * context)}" if worst is None else f"{worst:,}"
     verdict = "enough" if worst is None or worst >= context else f"short of {format_size(context)}"
     origin = "" if owner is stage else f", of stage {owner.name}"
+    if stage.rope.attention_scale is not None:
+        origin += ", attention scores scaled"
     lines = [f"{owner.rope.describe(rope)}{origin}: B(m) ≥ 0 up to {far} tokens (Men et al.), {verdict}"]
     if worst is not None and worst < context:
         lines.append(_smallest(rope, context))

@@ -16,6 +16,7 @@ from unspool.data.packing.describe import packing_mode, strategy_titles
 from unspool.reporting.measures import format_positions, format_with_interval
 from unspool.reporting.run_results import BASE, Cell, ModelScores, RunResults, Stage
 from unspool.reporting.suite_titles import suite_title
+from unspool.rope.tables import describe_divided, is_divided
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,6 +118,8 @@ def describe_positions(config: dict[str, Any]) -> str:
 
 
 def _describe_rope(rope: dict[str, Any]) -> str:
+    if rope.get("rope_type") == "longrope" and is_divided(rope):
+        return f"RoPE, {describe_divided(rope)}"
     base, kind = rope.get("rope_theta"), rope.get("rope_type", "default")
     text = "RoPE" + (f", base {base:g}" if base else "") + (f", scaling {kind}" if kind != "default" else "")
     others = {name: value for name, value in rope.items() if name not in ("rope_type", "rope_theta")}

@@ -10,6 +10,8 @@ from pydantic import Field, model_validator
 from unspool.core.config import FromRegistry, register, tag_value
 from unspool.core.errors import ConfigError
 from unspool.core.sizes import Size, format_size
+from unspool.rope.cope import CoPE
+from unspool.rope.drope import DroPE
 from unspool.rope.harpe import HARPE
 from unspool.rope.tables import RopeMethod, RopeSettings, RopeShape, format_base, ntk_base, one_base
 
@@ -358,6 +360,8 @@ ROPE_METHODS: dict[str, type[RopeMethod]] = {
     "longrope": LongRoPE,
     "llama3": Llama3,
     "harpe": HARPE,
+    "cope": CoPE,
+    "drope": DroPE,
     "self-extend": SelfExtend,
 }
 

@@ -6,12 +6,12 @@ Configs are plain dicts, with v5's `rope_parameters` (also nested by layer type)
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from unspool.core.config import Config, lookup
 from unspool.core.errors import ConfigError
@@ -127,6 +127,8 @@ def config_frequencies(config: Mapping[str, Any], seq_len: int) -> tuple[np.ndar
         summary = f"a base per head, {format_base(bases[0])} to {format_base(bases[-1])}"
         return frequencies(bases, rope.rotary_dim).astype(np.float64), summary
     found = tables(parameters, rope.rotary_dim, max_positions=rope.max_positions, seq_len=seq_len)
+    if is_divided(parameters):
+        return found.inv_freq[None].astype(np.float64), describe_divided(parameters)
     scaling = "" if parameters["rope_type"] == "default" else f", {parameters['rope_type']} scaling"
     return found.inv_freq[None].astype(np.float64), f"base {format_base(rope.base)}{scaling}"
 
@@ -283,6 +285,8 @@ class RopeSettings:
         assert self.parameters is not None
         if self.parameters["rope_type"] == "default":
             return f"base {format_base(self.parameters['rope_theta'])}"
+        if is_divided(self.parameters):
+            return describe_divided(self.parameters)
         attention_factor = self.tables(rope, context_len).attention_factor
         temperature = f", temperature {attention_factor:.3g}" if attention_factor != 1 else ""
         return f"factor {self.parameters['factor']:g}{temperature}"
@@ -290,6 +294,46 @@ class RopeSettings:
 
 def one_base(base: float) -> dict[str, Any]:
     return {"rope_type": "default", "rope_theta": float(base)}
+
+
+# Divisor of a frequency that must not rotate: JSON has no infinity. Even at position 1e9 the angle is at most 1e-11, so
+# in fp32 its cosine is 1, and its sine is too small to change a sum. Times any base up to 1e16, it is finite in fp32.
+FROZEN = 1e20
+
+
+def divided(base: float, divisors: Sequence[float], max_positions: int) -> dict[str, Any]:
+    """Return `rope_parameters` that divide every frequency by its own number, at every input length.
+
+    `longrope` with two equal lists. Both lengths are equal, so readers that compute the attention factor from their
+    ratio get 1 too.
+    """
+    return {
+        "rope_type": "longrope",
+        "rope_theta": float(base),
+        "factor": 1.0,
+        "attention_factor": 1.0,
+        "short_factor": list(divisors),
+        "long_factor": list(divisors),
+        "original_max_position_embeddings": max_positions,
+    }
+
+
+def is_divided(parameters: Mapping[str, Any]) -> bool:
+    """Return whether settings are like those of `divided`: the same frequencies for every input length."""
+    if parameters["rope_type"] != "longrope" or parameters.get("attention_factor") != 1:
+        return False
+    return bool(parameters["short_factor"] == parameters["long_factor"])
+
+
+def describe_divided(parameters: Mapping[str, Any]) -> str:
+    divisors = parameters["short_factor"]
+    if min(divisors) >= FROZEN:
+        return "no rotation"
+    lowered = sum(each > 1 for each in divisors)
+    return f"base {format_base(parameters['rope_theta'])}, {lowered} of {len(divisors)} frequencies lowered"
+
+
+Gain = Annotated[float, Field(gt=0)]
 
 
 class RopeMethod(Config):
@@ -300,6 +344,11 @@ class RopeMethod(Config):
     """
 
     method: str = Field(description="Name of the RoPE method.")
+    attention_scale: Gain | tuple[Gain, ...] | None = Field(
+        default=None,
+        description="Gain of the attention scores, folded into the query weights of the model that the stage starts "
+        "from. One number for all layers with full attention, or one per layer. Default: none.",
+    )
 
     # Whether the model keeps its frequencies; such a method has no `resolve`.
     keeps_frequencies: ClassVar[bool] = False
@@ -311,6 +360,15 @@ class RopeMethod(Config):
     needs_weights: ClassVar[bool] = False
     # Settings that a recipe must give, if `suggest` cannot.
     requirement: ClassVar[str | None] = None
+
+    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
+        return (each for each in super().__repr_args__() if each != ("attention_scale", None))
+
+    @model_serializer(mode="wrap")
+    def _without_unset_scale(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out `attention_scale` where it is not set, so that recorded settings of older runs still match."""
+        plain: dict[str, Any] = dump(self)
+        return {key: value for key, value in plain.items() if key != "attention_scale" or value is not None}
 
     def resolve(self, rope: RopeShape, context_len: int) -> RopeSettings:
         """Return the settings for a model at a context length; ConfigError if they contradict each other."""

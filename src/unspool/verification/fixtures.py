@@ -21,7 +21,7 @@ from unspool.models.load import load_model
 from unspool.models.location import first_line, location, short_name
 from unspool.models.rotary import USES_INPUT_LENGTH, apply_rope
 from unspool.models.tokenizer import silence_transformers
-from unspool.rope import harpe, methods
+from unspool.rope import cope, harpe, methods
 from unspool.rope.tables import GLOBAL_LAYERS, RopeMethod, global_parameters, is_nested
 
 CONTEXT = 512
@@ -70,6 +70,7 @@ class RopeCase:
 
     method: RopeMethod
     parameters: dict[str, Any] | None = None  # `rope_parameters` for plain `transformers`
+    multipliers: tuple[float, ...] = ()  # of the last frequencies that follow from `parameters`
     bases: tuple[tuple[float, ...], ...] | None = None  # of the KV heads of each layer
 
 
@@ -100,6 +101,11 @@ DYNAMIC = RopeCase(
     method=methods.Dynamic(method="dynamic", factor=4.0),
     parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
 )
+COPE = RopeCase(
+    method=cope.CoPE(base=5e5, tapered=5),
+    parameters=ABF.parameters,
+    multipliers=(1.0, (2 + 2**0.5) / 4, 0.5, (2 - 2**0.5) / 4, 0.0),
+)
 HARPE = RopeCase(method=harpe.HARPE(low=1e3, high=1e6), bases=((1e6, 1e3), (1e6, 1e3)))
 HARPE_BY_LAYER = RopeCase(
     method=harpe.HARPE(low=1e3, high=1e6, rotate_by_layer=True),
@@ -124,6 +130,7 @@ FAMILIES: dict[str, Family] = {
     "llama+abf": Family(config="Llama", rope=ABF),
     "llama+yarn": Family(config="Llama", rope=YARN),
     "llama+dynamic": Family(config="Llama", rope=DYNAMIC),
+    "llama+cope": Family(config="Llama", rope=COPE),
     "llama+harpe": Family(config="Llama", rope=HARPE),
     "qwen3+harpe": Family(config="Qwen3", changes={"num_key_value_heads": 4}, rope=HARPE_BY_LAYER),
 }

@@ -213,6 +213,8 @@ def apply_rope_by_hand(model: Any, rope: RopeCase) -> None:
     if rope.parameters is not None:
         config.rope_parameters = rope.parameters
         backbone.rotary_emb = type(backbone.rotary_emb)(config).to(next(model.parameters()).device)
+        for back, multiplier in enumerate(reversed(rope.multipliers), 1):
+            backbone.rotary_emb.inv_freq[-back] *= multiplier
         return
     assert rope.bases is not None
     AttentionInterface.register(PER_HEAD, attend_per_head)

@@ -135,7 +135,8 @@ def needs_full_weights(stage: StageConfig, rows: dict[str, Path]) -> bool:
     memory = stage.memory
     tried = memory.mlp_tiles or memory.offload or memory.keep_on_host or stage.compile
     knots = any((read_manifest(folder) or {}).get("counts", {}).get("added_tokens") for folder in rows.values())
-    return bool(tried or knots or stage.parallel.offload or stage.rope.needs_weights)
+    folded = stage.rope.needs_weights or stage.rope.attention_scale
+    return bool(tried or knots or stage.parallel.offload or folded)
 
 
 def _can_load_sharded(folder: Path) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from unspool.core.errors import UnspoolError
 from unspool.models.loss import read_head
-from unspool.models.rotary import USES_INPUT_LENGTH, head_bases
+from unspool.models.rotary import head_bases, uses_input_length
 from unspool.rope.tables import frequencies, is_nested, rotary_dim, shape_of, tables
 from unspool.verification.audits.captures import Pass, StepRun, without_dropout
 from unspool.verification.audits.spans import Batch, Span, Spans, labels_of, name_sources
@@ -391,7 +391,7 @@ def _wanted_tables(one: Pass, config: dict[str, Any], layer_type: str) -> tuple[
     parameters = config.get("rope_parameters") or {}
     if is_nested(parameters):
         parameters = parameters.get(layer_type) or {}
-    if parameters.get("rope_type") in USES_INPUT_LENGTH:
+    if uses_input_length(parameters):
         return f"frequencies of {parameters['rope_type']} depend on the input length"
     if one.positions is None or not parameters:
         return "the config has no rope_parameters"
