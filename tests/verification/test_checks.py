@@ -1,6 +1,9 @@
 """The checks pass on models as they are; all families in the slow test."""
 
+import json
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -38,12 +41,18 @@ def test_every_promise_holds_for_every_small_family(family, case, results):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_promise_holds_on_a_gpu(family, tmp_path, plain):
-    subjects = build_small_models(tmp_path, seed=0, wide=True, names=[family])
-    checks = [check for check in build_checks(plain).values() if not check.once]
-    # All of them before any is judged: a GPU is not at hand every day.
-    found = [result for some in run_checks(subjects, checks, device=torch.device("cuda"), seed=0) for result in some]
-    assert_all_passed(found)
+def test_every_promise_holds_on_a_gpu(family):
+    """In a new process: torch's first call of SDPA decides which kernels plain `transformers` uses later."""
+    command = [sys.executable, "-m", "unspool.cli.main", "verify", "--device", "cuda", "--model", family, "--json"]
+    done = subprocess.run(
+        [*command, *(f"--only={name}" for name in CHECKS)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode in (0, 1), done.stderr
+    found = json.loads(done.stdout)
+    shown = ("check", "status", "error", "tolerance", "detail")
+    bad = [[result[key] for key in shown] for result in found if result["status"] != "passed"]
+    assert not bad, bad
+    assert {result["check"] for result in found} == set(CHECKS)
 
 
 # What is put to the test
