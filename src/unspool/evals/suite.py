@@ -68,6 +68,7 @@ class Question:
     prefix: str = ""  # start of the answer; in a chat, the assistant's first words
     references: tuple[str, ...]
     depth: float | None = None  # position of the answer in the context, 0 to 1; None if it has no meaning
+    items: tuple[str, ...] = ()  # answers that need no understanding, in context order; for trivial baselines
     meta: Mapping[str, Any] = field(default_factory=dict)  # for scorers and readers: keys, labels, ids
 
 

@@ -14,6 +14,7 @@ from unspool.core.config import lookup
 from unspool.core.errors import ConfigError, DataError
 from unspool.core.rng import rng_for
 from unspool.core.sizes import format_size
+from unspool.evals.baselines import baseline_scores
 from unspool.evals.benchmark_copy import Reader, Reference, comparability
 from unspool.evals.config import TaskEval
 from unspool.evals.heldout import PlanInputs
@@ -299,8 +300,9 @@ class PlannedTasks(PlannedEval):
             **self._wording_hash,
             **({} if self.reference is None else {"benchmark": self.reference.facts}),
         }
-        if "pair" in asked.meta:
-            sample["pair"] = asked.meta["pair"]
+        rng = rng_for(self.seed, "baseline", self.suite.name, task.name, question_id.length, question_id.index)
+        sample |= baseline_scores(asked.items, lambda item: task.score(item, asked), rng)
+        sample |= {key: asked.meta[key] for key in ("pair", "groups") if key in asked.meta}
         if score is None:
             # Everything a judge needs, so that it can run later without the sources.
             sample["judge"] = {

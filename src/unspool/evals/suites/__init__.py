@@ -8,7 +8,9 @@ from unspool.core.config import lookup, register
 from unspool.evals.config import EvalConfig
 from unspool.evals.suite import Suite
 from unspool.evals.suites import (
+    graphwalks,
     helmet,
+    indirect_needle,
     infbench,
     key_value,
     longppl,
@@ -27,6 +29,8 @@ SUITES: dict[str, Suite] = {
     "perplexity": perplexity.SUITE,
     "longppl": longppl.SUITE,
     "mrcr": mrcr.SUITE,
+    "graphwalks": graphwalks.SUITE,
+    "indirect_needle": indirect_needle.SUITE,
     "ruler": ruler.SUITE,
     "helmet": helmet.SUITE,
     "lveval": lveval.SUITE,
