@@ -167,4 +167,4 @@ def test_prose_of_the_user_is_used_and_what_cannot_work_is_refused(tokenizer, tm
 
 
 def test_prompts_are_frozen():
-    assert prompts_digest(SUITE, byte_tokenizer(), [4096])[:16] == "f38e15acfc40d88c"
+    assert prompts_digest(SUITE, byte_tokenizer(), [4096])[:16] == "aaca3d0aae332ba3"

@@ -10,6 +10,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from unspool.core.formatting import format_percent
+from unspool.core.sizes import format_size
+
 RANDOM, FIRST, LAST = "random", "first", "last"
 BASELINES = (RANDOM, FIRST, LAST)
 KEY = "baselines"
@@ -37,6 +40,15 @@ def baseline_means(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     if not known or not all(known):
         return {}
     return _entry({name: fmean(part[name] for part in known if part) for name in BASELINES})
+
+
+def describe_baselines(by_length: Mapping[int, Mapping[str, float]]) -> str:
+    """List the baselines of a suite by length, as printed beside its scores."""
+    parts = [
+        f"{format_size(length)}: {', '.join(format_percent(found[name]) for name in BASELINES)}"
+        for length, found in sorted(by_length.items())
+    ]
+    return f"trivial baselines (random, first, last item): {'; '.join(parts)}"
 
 
 def _entry(scores: Mapping[str, Any]) -> dict[str, Any]:

@@ -45,6 +45,7 @@ class Cell:
     of_tasks: int | None = None  # number of tasks of the suite
     unscored: int = 0  # answers without a readable judge verdict
     beyond_context: str | None = None  # policy for questions longer than the model's context
+    baselines: dict[str, float] = field(default_factory=dict)  # scores of trivial baselines on the same questions
 
     @property
     def is_loss(self) -> bool:

@@ -117,7 +117,7 @@ def build(name: str, sources: Sources, ask: Ask) -> Question:
     clues = [design.clue, *(clues[at] for at in rng.permutation(len(clues))[:OTHERS].tolist())]
     facts = [design.statement.format(name=one, clue=clue) + " " for one, clue in zip(people, clues, strict=True)]
     depth = spread(ask.index, float(rng_for(ask.seed, "indirect needle depth", name).random()))
-    targets = [depth, *((np.arange(OTHERS) + rng.random(OTHERS)) / OTHERS).tolist()]
+    targets = [depth, *rng.random(OTHERS).tolist()]
     prose = Remembered(sources.prose(content_stems(design.question), rng))
     asked = ASK.format(question=design.question)
     used = meter.piece(HEAD) + meter.piece(asked + PREFIX) + sum(map(meter.piece, facts))
