@@ -79,7 +79,7 @@ class TaskSuite(Suite):
     def chosen_wording(self, config: TaskEval, root: Path) -> Wording | None:
         """Read and check the entry's wording file. None if the entry has none."""
         path: str | None = getattr(config, "wording", None)
-        return None if path is None else read_wording(_resolve(path, root), self.name, self.wording)
+        return None if path is None else read_wording(resolve_path(path, root), self.name, self.wording)
 
     def chosen_reference(self, config: TaskEval, root: Path) -> Reference | None:
         """Read and check the user's copy of the benchmark. None if the entry has none."""
@@ -94,7 +94,7 @@ class TaskSuite(Suite):
                 "the prompt files that its scripts wrote."
             )
         found = {
-            "paths": {name: _resolve(given, root) for name, given in config.paths.items()},
+            "paths": {name: resolve_path(given, root) for name, given in config.paths.items()},
             "tasks": [task.name for task in self.chosen_tasks(config)],
         }
         return self.reference(root / path, config.model_copy(update=found))
@@ -102,7 +102,7 @@ class TaskSuite(Suite):
     def inputs(self, config: TaskEval, root: Path) -> dict[str, dict[str, Any]]:
         wording, reference = self.chosen_wording(config, root), self.chosen_reference(config, root)
         return {
-            "paths": {name: _path_digest(root / path) for name, path in config.paths.items()},
+            "paths": {name: path_digest(root / path) for name, path in config.paths.items()},
             "wording": {} if wording is None else {self.name: wording.hash},
             "reference": {} if reference is None else {self.name: reference.hash},
         }
@@ -132,7 +132,7 @@ class PlannedTasks(PlannedEval):
         own = suite.chosen_wording(config, inputs.root)
         self.wording = own if self.reference is None else self.reference.wording
         paths = dict(self.reference.paths) if self.reference is not None else {}
-        paths |= {name: _resolve(path, inputs.root) for name, path in config.paths.items()}
+        paths |= {name: resolve_path(path, inputs.root) for name, path in config.paths.items()}
         self.sources = suite.load(inputs.tokenizer, paths, *([] if self.wording is None else [self.wording]))
         indices = {name: self._indices(task) for name, task in self.tasks.items()}
         limit, num_questions = inputs.context, sum(map(len, indices.values()))
@@ -417,12 +417,12 @@ def common_prefix(rows: Sequence[np.ndarray]) -> int:
     return int(np.argmin(same)) if not same.all() else shortest
 
 
-def _resolve(path: str, root: Path) -> str:
+def resolve_path(path: str, root: Path) -> str:
     """Resolve a path relative to the recipe's folder. A path that does not exist may be a Hub id."""
     return str(root / path) if (root / path).exists() else path
 
 
-def _path_digest(path: Path) -> str:
+def path_digest(path: Path) -> str:
     """Digest a file or folder. If neither exists, digest its name."""
     if path.is_dir():
         return folder_digest(path)
