@@ -84,6 +84,11 @@ class Task:
     chat: bool = False  # use the chat template, if the model has one
     size: Callable[[Any], int] | None = None  # number of questions in the sources; None: unlimited
     stratum: Callable[[Any, int], Hashable] | None = None  # depth or label of an index, for balanced subsets
+    tokens: Callable[[Any, int, int], int] | None = None
+    """Tokens of a question that is never cut. Arguments: sources, index, and the number above which any will do.
+
+    A question is asked at a length if it needs more than half of the length. None: asked at all lengths.
+    """
     together: int = 1  # group size: such a group of consecutive indices is used whole or not at all
     judge: Literal["qa", "summary"] | None = None  # the judge's protocol, if `score` returns None
 

@@ -1,7 +1,7 @@
 """Suites that consist of tasks: selection of questions, prompts and samples."""
 
 import hashlib
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
@@ -29,6 +29,7 @@ from unspool.evals.prompts import (
     group_prompts,
     prompt_hash,
 )
+from unspool.evals.question_choice import choose_by_length, strata_of, stratified_subset
 from unspool.evals.suite import (
     Ask,
     Cell,
@@ -45,6 +46,7 @@ from unspool.evals.suite import (
 from unspool.evals.summary import suite_summary, task_cells
 from unspool.evals.wording import Forms, Wording, read_wording
 
+BORDERS = 4  # tokens that may merge differently where text and question meet
 CUT_TOKENS = "cut_tokens"  # in a question's `meta`
 
 
@@ -134,16 +136,20 @@ class PlannedTasks(PlannedEval):
         paths = dict(self.reference.paths) if self.reference is not None else {}
         paths |= {name: resolve_path(path, inputs.root) for name, path in config.paths.items()}
         self.sources = suite.load(inputs.tokenizer, paths, *([] if self.wording is None else [self.wording]))
-        indices = {name: self._indices(task) for name, task in self.tasks.items()}
-        limit, num_questions = inputs.context, sum(map(len, indices.values()))
-        self.beyond_context = {length: num_questions for length in config.lengths if limit and length > limit}
+        indices = {name: self._indices_by_length(task) for name, task in self.tasks.items()}
+        limit = inputs.context
+        self.beyond_context = {
+            length: sum(len(by_length[length]) for by_length in indices.values())
+            for length in config.lengths
+            if limit and length > limit
+        }
         self._cut_to = config.cut_to(limit)
         # Short lengths first, to get results early. Questions of a task stay together.
         self.question_ids = [
             QuestionId(task=name, length=length, index=index)
             for length in sorted(config.asked_lengths(config.lengths, limit))
             for name in self.tasks
-            for index in indices[name]
+            for index in indices[name][length]
         ]
         self.units = [
             Unit(planned=self, length=one.length, index=one.index, tokens=one.length, questions=(one,))
@@ -354,6 +360,21 @@ class PlannedTasks(PlannedEval):
             )
         return replace(shorter, meta={**asked.meta, CUT_TOKENS: len(ids) - len(found)}), found
 
+    def _indices_by_length(self, task: Task) -> dict[int, list[int]]:
+        lengths = self.config.lengths
+        if task.tokens is None:
+            return dict.fromkeys(lengths, self._indices(task))
+        around = self.encoder.overhead(chat=self.chat[task.name]) + self.answer_tokens(task) + BORDERS
+        return choose_by_length(
+            task,
+            self.sources,
+            lengths,
+            samples=self.config.samples,
+            seed=self.seed,
+            around=around,
+            what=self.suite.name,
+        )
+
     def _indices(self, task: Task) -> list[int]:
         prompts = {} if self.reference is None else self.reference.prompts
         counts = [len(prompts[task.name, length]) for length in self.config.lengths if (task.name, length) in prompts]
@@ -365,7 +386,7 @@ class PlannedTasks(PlannedEval):
             raise ConfigError(f"{self.suite.name}: task {task.name} has no questions in the given data; remove it.")
         if size is None:
             return list(range(max(1, self.config.samples // task.together) * task.together))
-        strata = [None if task.stratum is None else task.stratum(self.sources, at) for at in range(size)]
+        strata = strata_of(task, self.sources, range(size))
         return stratified_subset(strata, self.config.samples, self.seed, together=task.together)
 
 
@@ -380,31 +401,6 @@ def _comparability(config: TaskEval, samples: Sequence[Sample]) -> dict[str, Any
 def _block(question: QuestionId) -> tuple[int, str]:
     """Key of questions that may be answered together."""
     return question.length, question.task
-
-
-def stratified_subset(strata: Sequence[Hashable], count: int, seed: int, *, together: int = 1) -> list[int]:
-    """Draw `count` indices in ascending order, as evenly over strata as their sizes allow.
-
-    Each group of `together` consecutive indices is drawn whole or not at all, and at least one group is drawn. The
-    stratum of its first index counts.
-    """
-    firsts = strata[::together]
-    groups = _subset(firsts, max(1, count // together), seed)
-    return [at for group in groups for at in range(group * together, min((group + 1) * together, len(strata)))]
-
-
-def _subset(strata: Sequence[Hashable], count: int, seed: int) -> list[int]:
-    if count >= len(strata):
-        return list(range(len(strata)))
-    order = rng_for(seed, "subset", len(strata)).permutation(len(strata)).tolist()
-    seen: dict[Hashable, int] = {}
-    ranked = []
-    for at in order:
-        # Rank within the stratum: all first elements come before all second ones.
-        ranked.append((seen.setdefault(strata[at], 0), at))
-        seen[strata[at]] += 1
-    ranked.sort(key=lambda one: one[0])
-    return sorted(at for _, at in ranked[:count])
 
 
 def common_prefix(rows: Sequence[np.ndarray]) -> int:

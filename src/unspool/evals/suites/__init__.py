@@ -13,11 +13,13 @@ from unspool.evals.suites import (
     indirect_needle,
     infbench,
     key_value,
+    longbench_v2,
     longppl,
     lveval,
     mrcr,
     niah,
     nocha,
+    oolong,
     perplexity,
     ruler,
     short_suite,
@@ -36,6 +38,8 @@ SUITES: dict[str, Suite] = {
     "lveval": lveval.SUITE,
     "infbench": infbench.SUITE,
     "nocha": nocha.SUITE,
+    "longbench_v2": longbench_v2.SUITE,
+    "oolong": oolong.SUITE,
     "short": short_suite.SUITE,
 }
 

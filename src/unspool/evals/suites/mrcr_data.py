@@ -10,6 +10,7 @@ from unspool.core.errors import DataError
 from unspool.core.progress import progress_bar
 from unspool.core.sizes import format_size
 from unspool.evals.heldout import CHARS_PER_TOKEN
+from unspool.evals.question_choice import belongs
 from unspool.evals.suites.records import Record, read_records
 
 SOURCE = "OpenAI's MRCR data is on the Hub as openai/mrcr; download a file such as 2needle.parquet"
@@ -108,7 +109,7 @@ def choose_dialogs(
             tokens = count_tokens(dialog)
             seen.append(tokens)
             for length, each in open_bins:
-                if length // 2 < tokens <= length:
+                if belongs(tokens, length):
                     found[length, each].append(dialog)
     chosen = {length: _interleave([found[length, each] for each in counts])[:samples] for length in lengths}
     for length, members in chosen.items():
