@@ -197,7 +197,7 @@ def _settings(config: EvalConfig) -> dict[str, Any]:
     settings = config.model_dump(mode="json", exclude={"after"})  # the time of scoring does not change scores
     defaults: dict[str, tuple[Any, ...]] = {"wording": (None,), "reference": (None,), "beyond_context": (None, "ask")}
     defaults |= dict.fromkeys(("preset", "target_length", "reference_length"), (None,)) | {"shots": (0,)}
-    defaults |= {"average_of": ({},), "paths": (None,)}
+    defaults["average_of"] = ({},)
     return {name: value for name, value in settings.items() if value not in defaults.get(name, ())}
 
 

@@ -62,8 +62,8 @@ class MRCREval(EvalConfig):
     text: str | None = Field(
         None, description="JSONL or text files that replies are taken from. Default: the bundled held-out book."
     )
-    paths: dict[Literal["data"], str] | None = Field(
-        None,
+    paths: dict[Literal["data"], str] = Field(
+        {},
         description="`data`: a file in the format of OpenAI's MRCR, or hub:openai/mrcr. A conversation is scored at a "
         "length if it has more than half of its tokens. Default: conversations are generated.",
     )
@@ -77,7 +77,7 @@ class MRCREval(EvalConfig):
 
     @property
     def data(self) -> str | None:
-        return (self.paths or {}).get("data")
+        return self.paths.get("data")
 
 
 @dataclass(frozen=True, kw_only=True)
