@@ -75,7 +75,8 @@ def build(sources: Sources, ask: Ask) -> Question:
     gold = _gold(record)
     group = record.get("task_group") or record.get("question_type")
     references = tuple(gold) if isinstance(gold, list) else (str(gold),)
-    oracle = ", ".join(references) if "answer_type" not in record else f"Answer: {gold}"
+    kind = record.get("answer_type")
+    oracle = f"Answer: {gold}" if kind else f"\\boxed{{{', '.join(references)}}}"
     return Question(
         context=text,
         question=question,
@@ -83,8 +84,8 @@ def build(sources: Sources, ask: Ask) -> Question:
         meta={
             "mode": ask.mode,
             "gold": gold,
-            "answer_type": record.get("answer_type"),
-            "oracle": oracle if "answer_type" in record else f"\\boxed{{{oracle}}}",
+            "answer_type": kind,
+            "oracle": oracle,
             **({"groups": [str(group)]} if group else {}),
         },
     )
@@ -92,7 +93,7 @@ def build(sources: Sources, ask: Ask) -> Question:
 
 def _gold(record: Record) -> Answer:
     answer = record["answer"]
-    if "answer_type" not in record:
+    if not record.get("answer_type"):
         return _parse_real(str(answer))
     found = _DATE.search(str(answer))
     if found is not None:
@@ -112,7 +113,7 @@ def _parse_real(text: str) -> int | str | list[str]:
 def score(output: str, question: Question) -> float:
     meta, gold = question.meta, question.meta["gold"]
     fixed = meta["mode"] == "fixed"
-    if meta["answer_type"] is None:
+    if not meta["answer_type"]:
         return _score_real(output, gold, fixed=fixed)
     given = _cued(output) if fixed else _after_colon(output)
     if _same(given, str(gold), fixed=fixed):
