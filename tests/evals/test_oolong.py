@@ -128,6 +128,8 @@ def test_an_oracle_is_right_in_both_kinds(tmp_path, tokenizer):
     for record in [*(synth(0, kind) for kind in ANSWERS), *map(real, ("84", "Vex", "Vex, Vax"))]:
         question = asked(tmp_path, tokenizer, record)
         assert score(oracle(question), question) == 1, record["answer"]
+        stored = replace(question, meta=json.loads(json.dumps(question.meta)))
+        assert score(oracle(question), stored) == 1, "lm-eval tasks keep it as JSON"
 
 
 def test_a_missing_file_says_where_it_comes_from_and_what_it_has():

@@ -51,7 +51,7 @@ def load(tokenizer: Any, paths: Mapping[str, str]) -> Sources:
     records = DATA.check(read_records(paths["data"]), paths["data"])
     for record in records:
         try:
-            _gold(record)
+            _gold(record["answer"], record.get("answer_type"))
         except (ValueError, SyntaxError, IndexError) as error:
             raise DATA.error(paths["data"], record, f"answer {record['answer']!r} cannot be read ({error})") from error
     return Sources(Meter(tokenizer, [str(record["context_window_text"])[:4000] for record in records[:20]]), records)
@@ -72,10 +72,10 @@ def _texts(record: Record) -> tuple[str, str]:
 def build(sources: Sources, ask: Ask) -> Question:
     record = sources.records[ask.index]
     text, question = _texts(record)
-    gold = _gold(record)
+    kind = record.get("answer_type")
+    gold = _gold(record["answer"], kind)
     group = record.get("task_group") or record.get("question_type")
     references = tuple(gold) if isinstance(gold, list) else (str(gold),)
-    kind = record.get("answer_type")
     oracle = f"Answer: {gold}" if kind else f"\\boxed{{{', '.join(references)}}}"
     return Question(
         context=text,
@@ -83,7 +83,7 @@ def build(sources: Sources, ask: Ask) -> Question:
         references=references,
         meta={
             "mode": ask.mode,
-            "gold": gold,
+            "answer": record["answer"],
             "answer_type": kind,
             "oracle": oracle,
             **({"groups": [str(group)]} if group else {}),
@@ -91,9 +91,8 @@ def build(sources: Sources, ask: Ask) -> Question:
     )
 
 
-def _gold(record: Record) -> Answer:
-    answer = record["answer"]
-    if not record.get("answer_type"):
+def _gold(answer: Any, kind: str | None) -> Answer:
+    if not kind:
         return _parse_real(str(answer))
     found = _DATE.search(str(answer))
     if found is not None:
@@ -111,9 +110,9 @@ def _parse_real(text: str) -> int | str | list[str]:
 
 
 def score(output: str, question: Question) -> float:
-    meta, gold = question.meta, question.meta["gold"]
-    fixed = meta["mode"] == "fixed"
-    if not meta["answer_type"]:
+    kind, fixed = question.meta["answer_type"], question.meta["mode"] == "fixed"
+    gold = _gold(question.meta["answer"], kind)
+    if not kind:
         return _score_real(output, gold, fixed=fixed)
     given = _cued(output) if fixed else _after_colon(output)
     if _same(given, str(gold), fixed=fixed):
@@ -123,7 +122,7 @@ def score(output: str, question: Question) -> float:
         return float(comparison in str(gold))
     if isinstance(gold, date):
         return float(_read_date(given) == gold)
-    return _score_number(given, gold) if meta["answer_type"].endswith("NUMERIC") else 0.0
+    return _score_number(given, gold) if kind.endswith("NUMERIC") else 0.0
 
 
 def _score_real(output: str, gold: Answer, *, fixed: bool) -> float:
