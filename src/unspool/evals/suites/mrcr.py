@@ -336,6 +336,7 @@ class PlannedConversations(PlannedEval):
                 "needles": prepared.needles,
                 "hash": prompt_hash(prepared.full),
                 "prompt_tokens": len(prepared.full) - prepared.answer_tokens,
+                "answer_tokens": prepared.answer_tokens,
                 "reference": prepared.reply,
                 "output": "",
                 "score": (answers["query"] - answers["full"]) / possible if possible > 0 else None,
