@@ -91,6 +91,9 @@ def test_conversations_are_chosen_by_length_and_evenly_over_needles(tmp_path):
         ({"answer": None}, r"record 1: no field answer\. Expected prompt: a list of messages .+openai/mrcr"),
         ({"prompt": "no JSON"}, r"record 1: prompt is not a list of messages with role and content"),
         ({"prompt": json.dumps([{"role": "user"}])}, r"prompt is not a list .+KeyError: 'content'"),
+        ({"prompt": "[]"}, r"prompt has no messages; expected a list of messages"),
+        ({"prompt": 5}, r"prompt is not a list of messages"),
+        ({"n_needles": "two"}, r"n_needles 'two' is not a number"),
         ({"answer": "aYoo8Something else"}, r"its answer is no reply in its prompt; remove the record"),
     ],
 )

@@ -132,6 +132,12 @@ def test_an_oracle_is_right_in_both_kinds(tmp_path, tokenizer):
         assert score(oracle(question), stored) == 1, "lm-eval tasks keep it as JSON"
 
 
+def test_answers_may_be_lists_and_a_null_type_is_oolong_real(tmp_path, tokenizer):
+    assert score("Answer: 7", asked(tmp_path, tokenizer, synth(0, answer=[7]))) == 1
+    assert score("Label: spam", asked(tmp_path, tokenizer, synth(0, "LABEL", answer=["spam"]))) == 1
+    assert score("\\boxed{Vex, Vax}", asked(tmp_path, tokenizer, real(["Vex", "Vax"], answer_type=None))) == 1
+
+
 def test_a_missing_file_says_where_it_comes_from_and_what_it_has():
     with pytest.raises(
         ConfigError,
@@ -147,6 +153,7 @@ def test_a_missing_file_says_where_it_comes_from_and_what_it_has():
         ({"question": ""}, "no question"),
         ({"answer": "[7"}, r"answer '\[7' cannot be read"),
         ({"answer": "[]"}, "cannot be read"),
+        ({"answer": "[datetime.date(2023, 13, 1)]"}, "cannot be read"),
     ],
 )
 def test_a_wrong_record_is_named(tmp_path, tokenizer, changes, problem):

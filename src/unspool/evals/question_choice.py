@@ -7,6 +7,7 @@ from unspool.core.errors import ConfigError
 from unspool.core.progress import progress_bar
 from unspool.core.rng import rng_for
 from unspool.core.sizes import format_size
+from unspool.evals.config import TaskEval
 from unspool.evals.suite import Task
 
 
@@ -19,29 +20,27 @@ def strata_of(task: Task, sources: Any, indices: Iterable[int]) -> list[Hashable
     return [None if task.stratum is None else task.stratum(sources, at) for at in indices]
 
 
-def choose_by_length(
-    task: Task, sources: Any, lengths: Sequence[int], *, samples: int, seed: int, around: int, what: str
-) -> dict[int, list[int]]:
-    """Choose questions for each length. `around` is the number of tokens for template and answer.
+def choose_by_length(task: Task, sources: Any, config: TaskEval, *, seed: int, around: int) -> dict[int, list[int]]:
+    """Choose questions for each length of an entry of `evals`.
 
-    Raises ConfigError if a length has no question.
+    `around` is the number of tokens for template and answer. Raises ConfigError if a length has no question.
     """
     assert task.size is not None and task.tokens is not None, "only questions from files have a number and tokens"
-    size, most = task.size(sources), max(lengths)
+    size, most = task.size(sources), max(config.lengths)
     needed = []
-    with progress_bar(f"count tokens of {what}", size) as advance:
+    with progress_bar(f"count tokens of {config.suite}", size) as advance:
         for at in range(size):
             needed.append(task.tokens(sources, at, most) + around)
             advance(1, "questions")
     found = {}
-    for length in lengths:
+    for length in config.lengths:
         fitting = [at for at in range(size) if belongs(needed[at], length)]
         if not fitting:
             raise ConfigError(
-                f"{what}: none of the {size} questions needs {length // 2 + 1} to {length} tokens, answer included; "
-                f"the shortest needs {min(needed)}. Remove length {format_size(length)}, or use another file."
+                f"{config.suite}: none of the {size} questions needs {length // 2 + 1} to {length} tokens, answer "
+                f"included; the shortest needs {min(needed)}. Remove length {format_size(length)}, or use another file."
             )
-        chosen = stratified_subset(strata_of(task, sources, fitting), samples, seed)
+        chosen = stratified_subset(strata_of(task, sources, fitting), config.samples, seed)
         found[length] = [fitting[at] for at in chosen]
     return found
 

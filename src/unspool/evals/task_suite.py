@@ -361,19 +361,10 @@ class PlannedTasks(PlannedEval):
         return replace(shorter, meta={**asked.meta, CUT_TOKENS: len(ids) - len(found)}), found
 
     def _indices_by_length(self, task: Task) -> dict[int, list[int]]:
-        lengths = self.config.lengths
         if task.tokens is None:
-            return dict.fromkeys(lengths, self._indices(task))
+            return dict.fromkeys(self.config.lengths, self._indices(task))
         around = self.encoder.overhead(chat=self.chat[task.name]) + self.answer_tokens(task) + BORDERS
-        return choose_by_length(
-            task,
-            self.sources,
-            lengths,
-            samples=self.config.samples,
-            seed=self.seed,
-            around=around,
-            what=self.suite.name,
-        )
+        return choose_by_length(task, self.sources, self.config, seed=self.seed, around=around)
 
     def _indices(self, task: Task) -> list[int]:
         prompts = {} if self.reference is None else self.reference.prompts

@@ -52,6 +52,8 @@ def _dialog(record: Record, place: str) -> Dialog:
     if missing:
         expected = "; ".join(f"{name}: {meaning}" for name, meaning in FIELDS.items())
         raise DataError(f"{place}: no field {' and no field '.join(missing)}. Expected {expected}. {SOURCE}.")
+    if not str(record["n_needles"]).isdecimal():
+        raise DataError(f"{place}: n_needles {record['n_needles']!r} is not a number. {SOURCE}.")
     messages = _messages(record["prompt"], place)
     *before, last = messages
     turns = [
@@ -78,10 +80,13 @@ def _dialog(record: Record, place: str) -> Dialog:
 
 def _messages(prompt: Any, place: str) -> list[dict[str, str]]:
     try:
-        found = json.loads(prompt) if isinstance(prompt, str) else list(prompt)
-        return [{"role": str(one["role"]), "content": str(one["content"])} for one in found]
-    except (ValueError, TypeError, KeyError) as error:
+        found = list(json.loads(prompt) if isinstance(prompt, str) else prompt)
+        messages = [{"role": str(one["role"]), "content": str(one["content"])} for one in found]
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise DataError(f"{place}: prompt is not {FIELDS['prompt']} ({type(error).__name__}: {error}).") from error
+    if not messages:
+        raise DataError(f"{place}: prompt has no messages; expected {FIELDS['prompt']}. {SOURCE}.")
+    return messages
 
 
 def choose_dialogs(

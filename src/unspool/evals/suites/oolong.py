@@ -51,8 +51,8 @@ def load(tokenizer: Any, paths: Mapping[str, str]) -> Sources:
     records = DATA.check(read_records(paths["data"]), paths["data"])
     for record in records:
         try:
-            _gold(record["answer"], record.get("answer_type"))
-        except (ValueError, SyntaxError, IndexError) as error:
+            _gold(record["answer"], _kind(record))
+        except (ValueError, SyntaxError, IndexError, RecursionError, MemoryError) as error:
             raise DATA.error(paths["data"], record, f"answer {record['answer']!r} cannot be read ({error})") from error
     return Sources(Meter(tokenizer, [str(record["context_window_text"])[:4000] for record in records[:20]]), records)
 
@@ -72,7 +72,7 @@ def _texts(record: Record) -> tuple[str, str]:
 def build(sources: Sources, ask: Ask) -> Question:
     record = sources.records[ask.index]
     text, question = _texts(record)
-    kind = record.get("answer_type")
+    kind = _kind(record)
     gold = _gold(record["answer"], kind)
     group = record.get("task_group") or record.get("question_type")
     references = tuple(gold) if isinstance(gold, list) else (str(gold),)
@@ -91,13 +91,19 @@ def build(sources: Sources, ask: Ask) -> Question:
     )
 
 
-def _gold(answer: Any, kind: str | None) -> Answer:
+def _kind(record: Record) -> str:
+    """Return the answer type of a record of OOLONG-synth, else ""."""
+    return str(record.get("answer_type") or "")
+
+
+def _gold(answer: Any, kind: str) -> Answer:
     if not kind:
-        return _parse_real(str(answer))
+        return [str(one) for one in answer] if isinstance(answer, list) else _parse_real(str(answer))
     found = _DATE.search(str(answer))
     if found is not None:
         return date(*map(int, found.groups()))
-    first: Any = (ast.literal_eval(answer) if isinstance(answer, str) and answer.startswith("[") else [answer])[0]
+    listed = ast.literal_eval(answer) if isinstance(answer, str) and answer.startswith("[") else answer
+    first = listed[0] if isinstance(listed, list) else listed
     return first if isinstance(first, int) else str(first)
 
 
