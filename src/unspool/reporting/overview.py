@@ -15,7 +15,7 @@ from unspool.evals.scoring.effective_length import rate_lengths
 from unspool.evals.suites.helmet.suite import CATEGORIES
 from unspool.reporting.figures import Line, number_entry
 from unspool.reporting.measures import Measure, average, format_with_interval, lowercase_start
-from unspool.reporting.run_results import SHORT, Cell, recall_suites, task_of, task_suite
+from unspool.reporting.run_results import SHORT, Cell, is_part, recall_suites, task_of, task_suite
 from unspool.reporting.suite_titles import HELMET_CATEGORY_TITLES, RULER_TASK_GROUPS, suite_title
 
 HELMET, RULER = "helmet", "ruler"
@@ -138,7 +138,9 @@ def _category_table(lines: Sequence[Line], columns: dict[str, list[str]], captio
             continue
         means = [_over_lengths(line, suites, lines, lengths) for suites in columns.values()]
         values = [number_entry(f"{line.label}, {name}", cell) for name, cell in zip(columns, means, strict=True)]
-        together = [number_entry(f"{line.label}, average", average(means))] if len(columns) > 1 else []
+        # Parts of a task, such as one depth of a search, are already in the task.
+        whole = [mean for mean, suites in zip(means, columns.values(), strict=True) if not all(map(is_part, suites))]
+        together = [number_entry(f"{line.label}, average", average(whole))] if len(columns) > 1 else []
         context = [Entry(text=format_size(line.context) if line.context else MISSING)] if has_context else []
         rows.append([Entry(text=line.label), *context, *values, *together])
     found = _mark_best(rows, num_columns=len(columns) + (len(columns) > 1), first=1 + has_context)
