@@ -107,7 +107,7 @@ def test_settings_of_generated_conversations_are_refused_beside_data():
         unspool.evaluate("asset:tiny-base", "mrcr", [256], paths={"data": "x"}, suite_settings={"reply_words": 12})
     with pytest.raises(ConfigError, match="file not found; use a JSON, JSONL or Parquet file, or hub:ORG/NAME"):
         unspool.evaluate("asset:tiny-base", "mrcr", [256], paths={"data": "missing.jsonl"})
-    with pytest.raises(ValueError, match="data"):
+    with pytest.raises(ValueError, match="path dta is not known; the only one is data"):
         MRCREval.model_validate({"suite": "mrcr", "lengths": [256], "paths": {"dta": "x"}})
 
 

@@ -62,7 +62,7 @@ class MRCREval(EvalConfig):
     text: str | None = Field(
         None, description="JSONL or text files that replies are taken from. Default: the bundled held-out book."
     )
-    paths: dict[Literal["data"], str] = Field(
+    paths: dict[str, str] = Field(
         {},
         description="`data`: a file in the format of OpenAI's MRCR, or hub:openai/mrcr. A conversation is scored at a "
         "length if it has more than half of its tokens. Default: conversations are generated.",
@@ -70,6 +70,10 @@ class MRCREval(EvalConfig):
 
     @model_validator(mode="after")
     def _data_decides(self) -> Self:
+        if unknown := sorted(set(self.paths) - {"data"}):
+            raise ValueError(
+                f"path {unknown[0]} is not known; the only one is data, a file in the format of OpenAI's MRCR"
+            )
         given = [name for name in ("reply_words", "text") if name in self.model_fields_set]
         if self.data is not None and given:
             raise ValueError(f"{' and '.join(given)} only for generated conversations; remove it, or remove paths")
