@@ -13,8 +13,8 @@ TINY = str(Path(unspool.__file__).parent / "assets" / "tiny-base")
 MISTAKES = {
     "misspelled suite": (
         ["--suite", "rulr"],
-        "--suite 'rulr' is not known. Did you mean 'ruler'? Known: helmet, infbench, key_value, longppl, lveval, "
-        "mrcr, niah, nocha, perplexity, ruler, short.",
+        "--suite 'rulr' is not known. Did you mean 'ruler'? Known: graphwalks, helmet, indirect_needle, infbench, "
+        "key_value, longbench_v2, longppl, lveval, mrcr, niah, nocha, oolong, perplexity, ruler, short.",
     ),
     "misspelled task": (
         ["--suite", "ruler", "--tasks", "niah_singel_1", "--lengths", "256"],

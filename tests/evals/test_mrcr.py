@@ -34,20 +34,36 @@ def build(materials: Materials, length: int = 1024, seed: int = 0, index: int = 
     return conversation(chosen, materials, replies, length=length, seed=seed, index=index)
 
 
+def read_back(tokenizer, made: Conversation) -> tuple[list[str], str, list[tuple[str, str]]]:
+    """From the text alone: replies to the asked request, the wanted one, and the other requests."""
+    text = tokenizer.decode(made.full, skip_special_tokens=True)
+    body, _, end = text.rpartition("User: Write down again, word for word, the ")
+    ordinal, form, topic = re.match(r"(\w+) (.+) about (\S+)\.\nAssistant:", end).groups()
+    found = REQUEST.findall(body)
+    equal = [reply for kind, about, reply in found if (kind, about) == (form, topic)]
+    assert end.endswith(f"Assistant: {equal[ORDINALS.index(ordinal)]}")
+    others = [(kind, about) for kind, about, _ in found if (kind, about) != (form, topic)]
+    assert any(kind == form for kind, _ in others) and any(about == topic for _, about in others), "near misses"
+    return equal, equal[ORDINALS.index(ordinal)], others
+
+
+@pytest.mark.slow
+def test_a_solver_that_reads_the_text_finds_the_same_1000_replies(materials):
+    tokenizer = materials.tokenizer
+    for index in range(1000):
+        made = build(materials, index=index, seed=1)
+        equal, wanted, _ = read_back(tokenizer, made)
+        assert (wanted, len(set(equal))) == (made.reply, made.needles)
+
+
 @pytest.mark.parametrize("index", range(14))
 def test_the_question_asks_for_the_reply_that_the_model_reads(materials, index):
     made = build(materials, index=index, seed=index)
-    text = materials.tokenizer.decode(made.full, skip_special_tokens=True)
-    body, _, end = text.rpartition("User: Write down again, word for word, the ")
-    ordinal, form, topic = re.match(r"(\w+) (.+) about (\S+)\.\nAssistant:", end).groups()
-    equal = [reply for kind, about, reply in REQUEST.findall(body) if (kind, about) == (form, topic)]
+    equal, wanted, _ = read_back(materials.tokenizer, made)
 
+    assert wanted == made.reply
     assert made.needles == len(equal) == [2, 4, 8][index % 3]
-    assert equal[ORDINALS.index(ordinal)] == made.reply
     assert len(set(equal)) == made.needles
-    assert end.endswith(f"Assistant: {made.reply}")
-    others = [(kind, about) for kind, about, _ in REQUEST.findall(body) if (kind, about) != (form, topic)]
-    assert any(kind == form for kind, _ in others) and any(about == topic for _, about in others), "near misses"
 
 
 def test_the_oracle_holds_only_the_right_request_and_the_query_none(materials):
@@ -60,13 +76,23 @@ def test_the_oracle_holds_only_the_right_request_and_the_query_none(materials):
         assert ids[-made.answer_tokens :].tolist() == made.full[-made.answer_tokens :].tolist()
 
 
-@pytest.mark.parametrize("length", [600, 1024, 2500])
-def test_conversations_fill_their_length_up_to_one_turn(materials, length):
+@pytest.mark.parametrize("length", [1024, 2500, 8192])
+@pytest.mark.parametrize("reply_words", [12, 60])
+def test_conversations_fill_their_length(tokenizer, words, documents, length, reply_words):
+    materials = Materials(tokenizer=tokenizer, words=words, documents=documents * 3)
     for index in range(6):
-        made = build(materials, length=length, index=index, needles=[2])
-        turns = REQUEST.findall(materials.tokenizer.decode(made.full))
-        longest = max(len(materials.tokenizer(" ".join(each))["input_ids"]) for each in turns)
-        assert length - 2 * longest - 20 <= len(made.full) <= length
+        made = build(materials, length=length, index=index, needles=[2], reply_words=reply_words)
+        assert 0.98 * length <= len(made.full) <= length
+
+
+def test_baselines_see_one_turn(materials):
+    made = build(materials, index=1)
+    turns = REQUEST.findall(materials.tokenizer.decode(made.full))
+    seen = {name: REQUEST.findall(materials.tokenizer.decode(ids)) for name, ids in made.single.items()}
+
+    assert seen["first"] == turns[:1] and seen["last"] == turns[-1:] and seen["random"][0] in turns
+    for ids in made.single.values():
+        assert ids[-made.answer_tokens :].tolist() == made.full[-made.answer_tokens :].tolist()
 
 
 def test_every_ordinal_is_asked_for_equally_often(materials):
@@ -114,6 +140,14 @@ def test_cells_have_all_conversations_then_each_number_of_needles():
     assert all(cell["value"] == pytest.approx(2 / 3) and cell["metric"] == "recovery" for cell in cells)
 
 
+def test_cells_have_the_recovery_of_the_baselines():
+    losses = {"full": 2.0, "query": 4.0, "oracle": 1.0, "random": 4.0, "first": 1.0, "last": 5.5}
+    one = {"suite": "mrcr", "length": 1024, "needles": 2, "losses_by_context": losses}
+    [cell] = SUITE.cells(config(needles=[2]), [one, one])
+
+    assert cell["baselines"] == {"random": 0.0, "first": 1.0, "last": pytest.approx(-0.5)}
+
+
 def test_what_does_not_fit_is_refused(tokenizer, words, materials):
     with pytest.raises(ConfigError, match="length 64 is too short for 2 replies of 12 words; use at least"):
         build(materials, length=64, needles=[2])
@@ -129,3 +163,4 @@ def test_a_model_is_scored_end_to_end():
 
     assert cell["n"] == 3 and cell["metric"] == "recovery"
     assert cell["oracle"] < cell["query"]
+    assert sorted(cell["baselines"]) == ["first", "last", "random"]

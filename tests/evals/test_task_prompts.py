@@ -13,10 +13,11 @@ from unspool.evals.backends.mock import Oracle
 from unspool.evals.eval_plan import EvalPlan
 from unspool.evals.heldout import PlanInputs
 from unspool.evals.prompts import group_prompts, prompt_hash
+from unspool.evals.question_choice import stratified_subset
 from unspool.evals.run import score
 from unspool.evals.suite import Ask, QuestionId, Unit
 from unspool.evals.suites import nocha
-from unspool.evals.task_suite import PlannedTasks, common_prefix, stratified_subset
+from unspool.evals.task_suite import PlannedTasks, common_prefix
 
 from .suites import english_tokenizer
 from .toy import LABELS, TOY, entry

@@ -38,7 +38,7 @@ MISTAKES = {
         "suite: niah",
         "suite: rulr",
         27,
-        ["evals.0.suite = rulr", "did you mean 'ruler'?", "infbench, key_value, longppl, lveval, mrcr"],
+        ["evals.0.suite = rulr", "did you mean 'ruler'?", "graphwalks, helmet, indirect_needle, infbench, key_value"],
     ),
     "missing kind": ("kind: jsonl, ", "", 4, ["sources.books.kind: missing", "jsonl, mds, parquet"]),
     "unknown choice": (

@@ -121,6 +121,24 @@ def test_a_length_of_only_some_categories_is_skipped_and_the_mixed_average_is_sh
     assert table.note.endswith(" Average in which some tasks use other lengths (64 and 512): sft 55.7.")
 
 
+def test_parts_of_a_task_have_columns_but_no_weight_in_the_average():
+    names = {"bfs": 0.5, "bfs, depth 1": 0.9, "bfs, depth 2": 0.1, "parents": 0.7}
+    cells = [cell(f"graphwalks: {task}", 64, value) for task, value in names.items()]
+    [table] = [found for found in category_tables([line("a", *cells)]) if found.caption.startswith("Graph walks")]
+
+    assert table.columns == ["model", *names, "average"]
+    assert texts(table) == [["a", "50%", "90%", "10%", "70%", "60%"]]
+
+
+def test_trivial_baselines_are_in_the_note_of_the_length_table():
+    known = replace(cell("graphwalks", 64, 0.5), baselines={"random": 0.01, "first": 0.02, "last": 0.03})
+    plain = cell("graphwalks", 128, 0.4)
+
+    note = length_table([line("a", known, plain)], "graphwalks").note
+    assert note.endswith(" Trivial baselines (random, first, last item): 64: 1%, 2%, 3%.")
+    assert "baselines" not in length_table([line("a", plain)], "graphwalks").note
+
+
 def test_a_category_that_lacks_a_task_of_others_is_missing_and_so_is_the_average():
     full = [cell("ruler: niah_single_1", 64, 1.0), cell("ruler: vt", 64, 0.5), cell("ruler: cwe", 64, 0.2)]
     full.append(cell("ruler: fwe", 64, 0.4))

@@ -184,9 +184,11 @@ def eval_(
     in a book and asks for it. key_value asks for values of a long JSON
     object. perplexity measures the loss by position on held-out text. ruler,
     helmet, lveval, infbench and nocha are published suites and report the
-    effective length. short runs lm-eval's tasks. Scores have n and a 95%
-    interval. With 20 questions you can tell 50% from 90%, but not 50% from
-    60%.
+    effective length. graphwalks and indirect_needle ask questions that
+    matching words cannot answer. longbench_v2, oolong and mrcr read your
+    copy of the data (--path data=FILE). short runs lm-eval's tasks. Scores
+    have n and a 95% interval. With 20 questions you can tell 50% from 90%,
+    but not 50% from 60%.
 
         unspool eval MODEL --suite niah --lengths 256,1K,2K --value words
 

@@ -20,6 +20,7 @@ MAX_IDLE = 3
 # Neighboring budgets to try if whole pieces leave more than 1% unused.
 MAX_NEIGHBORS = 10
 _CACHED_PIECES = 1 << 18
+BLOCK = 1000  # characters per tokenized block of a text that is cut in the middle
 
 
 class Meter:
@@ -68,6 +69,18 @@ class Meter:
             budget -= size
         return taken
 
+    def cut_middle(self, text: str, budget: int) -> str:
+        """Return a text that fits about `budget` tokens, cut in the middle if it is longer.
+
+        The text is not cut at spaces, because Chinese has none.
+        """
+        blocks = [text[at : at + BLOCK] for at in range(0, len(text), BLOCK)]
+        sizes = [self.piece(block) for block in blocks]
+        if sum(sizes) <= budget:
+            return text
+        head, tail = _take_chars(blocks, sizes, budget // 2), _take_chars(blocks[::-1], sizes[::-1], budget // 2)
+        return text[:head] + text[len(text) - tail :]
+
     def _with_rest(self, taken: list[str], piece: str, budget: int, keep: int) -> list[str]:
         """Add the part of the next piece that fits. If not even its head fits, halve the last piece taken."""
         rest = self.clip(piece, budget, keep=keep)
@@ -79,6 +92,16 @@ class Meter:
             rest = self.clip(piece, budget + self.piece(last) - self.count(half), keep=keep) if half else ""
             return [*taken[:-1], half, rest] if rest else taken
         return taken
+
+
+def _take_chars(blocks: list[str], sizes: list[int], budget: int) -> int:
+    """Return how many characters of the first blocks fit. The last block counts in proportion to its tokens."""
+    chars = 0
+    for block, size in zip(blocks, sizes, strict=True):
+        if size > budget:
+            return chars + max(0, budget) * len(block) // size
+        chars, budget = chars + len(block), budget - size
+    return chars
 
 
 class Remembered:

@@ -68,6 +68,7 @@ class Question:
     prefix: str = ""  # start of the answer; in a chat, the assistant's first words
     references: tuple[str, ...]
     depth: float | None = None  # position of the answer in the context, 0 to 1; None if it has no meaning
+    items: tuple[str, ...] = ()  # answers that need no understanding, in context order; for trivial baselines
     meta: Mapping[str, Any] = field(default_factory=dict)  # for scorers and readers: keys, labels, ids
 
 
@@ -83,6 +84,11 @@ class Task:
     chat: bool = False  # use the chat template, if the model has one
     size: Callable[[Any], int] | None = None  # number of questions in the sources; None: unlimited
     stratum: Callable[[Any, int], Hashable] | None = None  # depth or label of an index, for balanced subsets
+    tokens: Callable[[Any, int, int], int] | None = None
+    """Tokens of a question that is never cut. Arguments: sources, index, and the number above which any will do.
+
+    A question is asked at a length if it needs more than half of the length. None: asked at all lengths.
+    """
     together: int = 1  # group size: such a group of consecutive indices is used whole or not at all
     judge: Literal["qa", "summary"] | None = None  # the judge's protocol, if `score` returns None
 

@@ -11,6 +11,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from unspool.core.stats import score_interval, t_quantile, wilson
+from unspool.evals.baselines import baseline_means
 from unspool.evals.config import TaskEval
 from unspool.evals.scoring.effective_length import adaptation_rate, effective_length, rate_lengths
 from unspool.evals.scoring.ranking import pair_accuracy
@@ -201,12 +202,12 @@ def combined(parts: Sequence[Cell]) -> Cell:
 
 
 def _task(config: TaskEval, task: Task, length: int, samples: Sequence[Sample]) -> list[Cell]:
-    def cell(depth: float | None, chosen: Sequence[Sample]) -> Cell:
+    def cell(depth: float | None, chosen: Sequence[Sample], group: str = "") -> Cell:
         known = [sample["score"] for sample in chosen if sample["score"] is not None]
         low, high = score_interval(known) if known else (None, None)
         return {
             **_head(config, length),
-            "task": task.name,
+            "task": f"{task.name}, {group}" if group else task.name,
             "metric": task.metric,
             "depth": depth,
             "value": fmean(known) if known else None,
@@ -215,6 +216,7 @@ def _task(config: TaskEval, task: Task, length: int, samples: Sequence[Sample]) 
             "high": high,
             "not_judged": sum(sample["score"] is None and "judgement" not in sample for sample in chosen),
             "unparsable": sum(sample["score"] is None and "judgement" in sample for sample in chosen),
+            **({} if depth is not None else baseline_means(chosen)),
         }
 
     pairs = [(str(sample["pair"]), sample["score"]) for sample in samples if "pair" in sample]
@@ -222,6 +224,8 @@ def _task(config: TaskEval, task: Task, length: int, samples: Sequence[Sample]) 
     cells = [cell(None, samples)]
     if deep:
         cells += [cell(depth, [s for s in deep if _nearest(s["depth"]) == depth]) for depth in DEPTHS]
+    for group in sorted({name for sample in samples for name in sample.get("groups", ())}):
+        cells.append(cell(None, [sample for sample in samples if group in sample.get("groups", ())], group))
     return [*cells, _pairs(config, task, length, pairs)] if pairs else cells
 
 
@@ -254,6 +258,7 @@ def _mean(config: TaskEval, length: int, cells: Sequence[Cell], of_tasks: int) -
         "of_tasks": of_tasks,
         "not_judged": sum(cell["not_judged"] for cell in cells),
         "unparsable": sum(cell["unparsable"] for cell in cells),
+        **baseline_means(known),
     }
 
 

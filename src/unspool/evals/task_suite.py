@@ -1,7 +1,7 @@
 """Suites that consist of tasks: selection of questions, prompts and samples."""
 
 import hashlib
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
@@ -14,6 +14,7 @@ from unspool.core.config import lookup
 from unspool.core.errors import ConfigError, DataError
 from unspool.core.rng import rng_for
 from unspool.core.sizes import format_size
+from unspool.evals.baselines import baseline_scores
 from unspool.evals.benchmark_copy import Reader, Reference, comparability
 from unspool.evals.config import TaskEval
 from unspool.evals.heldout import PlanInputs
@@ -28,6 +29,7 @@ from unspool.evals.prompts import (
     group_prompts,
     prompt_hash,
 )
+from unspool.evals.question_choice import choose_by_length, strata_of, stratified_subset
 from unspool.evals.suite import (
     Ask,
     Cell,
@@ -44,6 +46,7 @@ from unspool.evals.suite import (
 from unspool.evals.summary import suite_summary, task_cells
 from unspool.evals.wording import Forms, Wording, read_wording
 
+BORDERS = 4  # tokens that may merge differently where text and question meet
 CUT_TOKENS = "cut_tokens"  # in a question's `meta`
 
 
@@ -78,7 +81,7 @@ class TaskSuite(Suite):
     def chosen_wording(self, config: TaskEval, root: Path) -> Wording | None:
         """Read and check the entry's wording file. None if the entry has none."""
         path: str | None = getattr(config, "wording", None)
-        return None if path is None else read_wording(_resolve(path, root), self.name, self.wording)
+        return None if path is None else read_wording(resolve_path(path, root), self.name, self.wording)
 
     def chosen_reference(self, config: TaskEval, root: Path) -> Reference | None:
         """Read and check the user's copy of the benchmark. None if the entry has none."""
@@ -93,7 +96,7 @@ class TaskSuite(Suite):
                 "the prompt files that its scripts wrote."
             )
         found = {
-            "paths": {name: _resolve(given, root) for name, given in config.paths.items()},
+            "paths": {name: resolve_path(given, root) for name, given in config.paths.items()},
             "tasks": [task.name for task in self.chosen_tasks(config)],
         }
         return self.reference(root / path, config.model_copy(update=found))
@@ -101,7 +104,7 @@ class TaskSuite(Suite):
     def inputs(self, config: TaskEval, root: Path) -> dict[str, dict[str, Any]]:
         wording, reference = self.chosen_wording(config, root), self.chosen_reference(config, root)
         return {
-            "paths": {name: _path_digest(root / path) for name, path in config.paths.items()},
+            "paths": {name: path_digest(root / path) for name, path in config.paths.items()},
             "wording": {} if wording is None else {self.name: wording.hash},
             "reference": {} if reference is None else {self.name: reference.hash},
         }
@@ -131,18 +134,22 @@ class PlannedTasks(PlannedEval):
         own = suite.chosen_wording(config, inputs.root)
         self.wording = own if self.reference is None else self.reference.wording
         paths = dict(self.reference.paths) if self.reference is not None else {}
-        paths |= {name: _resolve(path, inputs.root) for name, path in config.paths.items()}
+        paths |= {name: resolve_path(path, inputs.root) for name, path in config.paths.items()}
         self.sources = suite.load(inputs.tokenizer, paths, *([] if self.wording is None else [self.wording]))
-        indices = {name: self._indices(task) for name, task in self.tasks.items()}
-        limit, num_questions = inputs.context, sum(map(len, indices.values()))
-        self.beyond_context = {length: num_questions for length in config.lengths if limit and length > limit}
+        indices = {name: self._indices_by_length(task) for name, task in self.tasks.items()}
+        limit = inputs.context
+        self.beyond_context = {
+            length: sum(len(by_length[length]) for by_length in indices.values())
+            for length in config.lengths
+            if limit and length > limit
+        }
         self._cut_to = config.cut_to(limit)
         # Short lengths first, to get results early. Questions of a task stay together.
         self.question_ids = [
             QuestionId(task=name, length=length, index=index)
             for length in sorted(config.asked_lengths(config.lengths, limit))
             for name in self.tasks
-            for index in indices[name]
+            for index in indices[name][length]
         ]
         self.units = [
             Unit(planned=self, length=one.length, index=one.index, tokens=one.length, questions=(one,))
@@ -299,8 +306,9 @@ class PlannedTasks(PlannedEval):
             **self._wording_hash,
             **({} if self.reference is None else {"benchmark": self.reference.facts}),
         }
-        if "pair" in asked.meta:
-            sample["pair"] = asked.meta["pair"]
+        rng = rng_for(self.seed, "baseline", self.suite.name, task.name, question_id.length, question_id.index)
+        sample |= baseline_scores(asked.items, lambda item: task.score(item, asked), rng)
+        sample |= {key: asked.meta[key] for key in ("pair", "groups") if key in asked.meta}
         if score is None:
             # Everything a judge needs, so that it can run later without the sources.
             sample["judge"] = {
@@ -352,6 +360,12 @@ class PlannedTasks(PlannedEval):
             )
         return replace(shorter, meta={**asked.meta, CUT_TOKENS: len(ids) - len(found)}), found
 
+    def _indices_by_length(self, task: Task) -> dict[int, list[int]]:
+        if task.tokens is None:
+            return dict.fromkeys(self.config.lengths, self._indices(task))
+        around = self.encoder.overhead(chat=self.chat[task.name]) + self.answer_tokens(task) + BORDERS
+        return choose_by_length(task, self.sources, self.config, seed=self.seed, around=around)
+
     def _indices(self, task: Task) -> list[int]:
         prompts = {} if self.reference is None else self.reference.prompts
         counts = [len(prompts[task.name, length]) for length in self.config.lengths if (task.name, length) in prompts]
@@ -363,7 +377,7 @@ class PlannedTasks(PlannedEval):
             raise ConfigError(f"{self.suite.name}: task {task.name} has no questions in the given data; remove it.")
         if size is None:
             return list(range(max(1, self.config.samples // task.together) * task.together))
-        strata = [None if task.stratum is None else task.stratum(self.sources, at) for at in range(size)]
+        strata = strata_of(task, self.sources, range(size))
         return stratified_subset(strata, self.config.samples, self.seed, together=task.together)
 
 
@@ -380,31 +394,6 @@ def _block(question: QuestionId) -> tuple[int, str]:
     return question.length, question.task
 
 
-def stratified_subset(strata: Sequence[Hashable], count: int, seed: int, *, together: int = 1) -> list[int]:
-    """Draw `count` indices in ascending order, as evenly over strata as their sizes allow.
-
-    Each group of `together` consecutive indices is drawn whole or not at all, and at least one group is drawn. The
-    stratum of its first index counts.
-    """
-    firsts = strata[::together]
-    groups = _subset(firsts, max(1, count // together), seed)
-    return [at for group in groups for at in range(group * together, min((group + 1) * together, len(strata)))]
-
-
-def _subset(strata: Sequence[Hashable], count: int, seed: int) -> list[int]:
-    if count >= len(strata):
-        return list(range(len(strata)))
-    order = rng_for(seed, "subset", len(strata)).permutation(len(strata)).tolist()
-    seen: dict[Hashable, int] = {}
-    ranked = []
-    for at in order:
-        # Rank within the stratum: all first elements come before all second ones.
-        ranked.append((seen.setdefault(strata[at], 0), at))
-        seen[strata[at]] += 1
-    ranked.sort(key=lambda one: one[0])
-    return sorted(at for _, at in ranked[:count])
-
-
 def common_prefix(rows: Sequence[np.ndarray]) -> int:
     """Length of the common prefix of all rows, leaving each row at least one id of its own."""
     shortest = min(map(len, rows)) - 1
@@ -415,12 +404,12 @@ def common_prefix(rows: Sequence[np.ndarray]) -> int:
     return int(np.argmin(same)) if not same.all() else shortest
 
 
-def _resolve(path: str, root: Path) -> str:
+def resolve_path(path: str, root: Path) -> str:
     """Resolve a path relative to the recipe's folder. A path that does not exist may be a Hub id."""
     return str(root / path) if (root / path).exists() else path
 
 
-def _path_digest(path: Path) -> str:
+def path_digest(path: Path) -> str:
     """Digest a file or folder. If neither exists, digest its name."""
     if path.is_dir():
         return folder_digest(path)

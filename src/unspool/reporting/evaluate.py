@@ -148,8 +148,8 @@ def evaluate(
     Args:
         model: A model folder, a run, a Hub id, a model of `unspool.load`, or the address of a server
             (`http://localhost:8000/v1`), which needs `model_name` and `tokenizer`.
-        suite: One or several of niah, key_value, perplexity, longppl, mrcr, ruler, helmet, lveval, infbench, nocha; or
-            short.
+        suite: One or several of niah, key_value, perplexity, longppl, mrcr, graphwalks, indirect_needle, ruler,
+            helmet, lveval, infbench, nocha, longbench_v2, oolong; or short.
         lengths: Context lengths in tokens, such as `["4K", "32K"]`.
         tokenizer: The tokenizer of a server's model, by folder or Hub id, or of a model in memory.
         out: Folder for the answers and scores; a killed evaluation resumes from it. By default nothing is kept.

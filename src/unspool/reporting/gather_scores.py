@@ -9,6 +9,7 @@ from typing import Any
 
 from unspool.core.artifacts import digest, read_manifest
 from unspool.core.errors import DataError
+from unspool.evals.baselines import KEY
 from unspool.reporting.result_files import json_lines, json_object, number, published, whole
 from unspool.reporting.run_results import (
     BASE,
@@ -111,6 +112,7 @@ def _cell(raw: Any, path: Path, position: int) -> Cell:
             tasks=whole(raw.get("tasks")),
             of_tasks=whole(raw.get("of_tasks")),
             beyond_context=_optional_text(raw.get("beyond_context")),
+            baselines={str(name): float(value) for name, value in (raw.get(KEY) or {}).items()},
             unscored=int(raw.get("not_judged") or 0) + int(raw.get("unparsable") or 0),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:

@@ -10,11 +10,12 @@ from unspool.core.charts import Axis, Dot, Figure, Span, scatter
 from unspool.core.formatting import MISSING, format_percent, join_words
 from unspool.core.sizes import format_size
 from unspool.core.table import Entry, Table
+from unspool.evals.baselines import describe_baselines
 from unspool.evals.scoring.effective_length import rate_lengths
 from unspool.evals.suites.helmet.suite import CATEGORIES
 from unspool.reporting.figures import Line, number_entry
 from unspool.reporting.measures import Measure, average, format_with_interval, lowercase_start
-from unspool.reporting.run_results import SHORT, Cell, recall_suites, task_of, task_suite
+from unspool.reporting.run_results import SHORT, Cell, is_part, recall_suites, task_of, task_suite
 from unspool.reporting.suite_titles import HELMET_CATEGORY_TITLES, RULER_TASK_GROUPS, suite_title
 
 HELMET, RULER = "helmet", "ruler"
@@ -48,7 +49,9 @@ def length_table(lines: Sequence[Line], suite: str) -> Table:
         caption=f"{suite_title(suite)} by length",
         columns=["model", *map(format_size, lengths), *ends, *(["effective length"] if reaches else [])],
         rows=marked,
-        note=_length_note(rate if len(lengths) > 1 else None, reaches=reaches) + _comparability(scored, suite),
+        note=_length_note(rate if len(lengths) > 1 else None, reaches=reaches)
+        + _comparability(scored, suite)
+        + _baselines(scored, suite),
     )
 
 
@@ -58,6 +61,14 @@ def _comparability(lines: Sequence[Line], suite: str) -> str:
     if len(set(said.values())) > 1:
         return "".join(f" {label}: {found}." for label, found in said.items())
     return "".join(f" {found[0].upper()}{found[1:]}." for found in dict.fromkeys(said.values()))
+
+
+def _baselines(lines: Sequence[Line], suite: str) -> str:
+    """The trivial baselines of a suite. They belong to its questions, so any model's are taken."""
+    cells = [cell for line in lines for cell in line.scores.cells if cell.suite == suite and cell.depth is None]
+    known = {cell.length: cell.baselines for cell in cells if cell.baselines}
+    said = describe_baselines(known) if known else ""
+    return f" {said[0].upper()}{said[1:]}." if said else ""
 
 
 def _length_note(rate: tuple[int, int] | None, *, reaches: bool) -> str:
@@ -127,7 +138,9 @@ def _category_table(lines: Sequence[Line], columns: dict[str, list[str]], captio
             continue
         means = [_over_lengths(line, suites, lines, lengths) for suites in columns.values()]
         values = [number_entry(f"{line.label}, {name}", cell) for name, cell in zip(columns, means, strict=True)]
-        together = [number_entry(f"{line.label}, average", average(means))] if len(columns) > 1 else []
+        # Parts of a task, such as one depth of a search, are already in the task.
+        whole = [mean for mean, suites in zip(means, columns.values(), strict=True) if not all(map(is_part, suites))]
+        together = [number_entry(f"{line.label}, average", average(whole))] if len(columns) > 1 else []
         context = [Entry(text=format_size(line.context) if line.context else MISSING)] if has_context else []
         rows.append([Entry(text=line.label), *context, *values, *together])
     found = _mark_best(rows, num_columns=len(columns) + (len(columns) > 1), first=1 + has_context)

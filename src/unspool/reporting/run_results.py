@@ -27,6 +27,11 @@ def task_of(suite: str) -> tuple[str, str]:
     return name, task
 
 
+def is_part(suite: str) -> bool:
+    """Whether a name stands for some questions of a task, such as `graphwalks: bfs, depth 1`."""
+    return ", " in task_of(suite)[1]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Cell:
     """One mean with its n and 95% interval: a recall at (length, depth), or a loss over positions [start, stop)."""
@@ -45,6 +50,7 @@ class Cell:
     of_tasks: int | None = None  # number of tasks of the suite
     unscored: int = 0  # answers without a readable judge verdict
     beyond_context: str | None = None  # policy for questions longer than the model's context
+    baselines: dict[str, float] = field(default_factory=dict)  # scores of trivial baselines on the same questions
 
     @property
     def is_loss(self) -> bool:

@@ -8,6 +8,7 @@ from rich.table import Table
 
 from unspool.core.formatting import MISSING, format_duration, format_percent
 from unspool.core.sizes import format_size
+from unspool.evals.baselines import KEY, describe_baselines
 from unspool.evals.beyond_context import footnote
 from unspool.evals.look_facts import TASK_TITLES
 
@@ -24,6 +25,7 @@ def print_scores(console: Console, summary: Mapping[str, Any]) -> None:
     for row in table_rows(summary):
         table.add_row(*row)
     console.print(table, highlight=True)
+    _print_baselines(console, summary)
     asked = summary.get("backend", {})
     if "endpoint" in asked:
         context = f"context {asked['context']}" if asked["context"] else "context length not listed"
@@ -49,6 +51,16 @@ def print_scores(console: Console, summary: Mapping[str, Any]) -> None:
         console.print(f"{suite['suite']} ({suite['mode']}{worded}): {holds}{kept}", highlight=False)
         if "comparability" in suite:
             console.print(f"{suite['suite']}: {suite['comparability']}", highlight=False)
+
+
+def _print_baselines(console: Console, summary: Mapping[str, Any]) -> None:
+    """Print the trivial baselines of each suite that has them."""
+    found: dict[str, dict[int, dict[str, float]]] = {}
+    for cell in summary["cells"]:
+        if cell.get(KEY) and not cell.get("task"):
+            found.setdefault(cell["suite"], {})[cell["length"]] = cell[KEY]
+    for suite, by_length in found.items():
+        console.print(f"{suite}: {describe_baselines(by_length)}", highlight=False)
 
 
 def _kept(rate: dict[str, Any]) -> str:

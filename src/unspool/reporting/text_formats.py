@@ -13,6 +13,7 @@ from typing import Any, cast
 from unspool import __version__
 from unspool.core.formatting import printable
 from unspool.core.table import Entry, Table, escape_markdown, markdown_table
+from unspool.evals.baselines import KEY
 from unspool.reporting.comparisons import Comparison, compare, headline, missing_parts, not_paired
 from unspool.reporting.data_section import length_bins, realized_mix
 from unspool.reporting.figures import Line
@@ -122,7 +123,8 @@ def report_values(runs: Sequence[RunResults]) -> dict[str, Any]:
         `recipe`, `versions`, `seconds`, `artifacts` (`path`, `kind`, `version`, `inputs`, `settings`, `content_hash`,
             `num_files`, `num_bytes`).
     A cell: `suite`, `metric`, `length`, `value`, `n`, `low`, `high`, then `depth`, or `from` and `to`; for a mean over
-        tasks also `tasks` and `of_tasks`; `unscored` if answers still need a judge.
+        tasks also `tasks` and `of_tasks`; `baselines` (trivial ones: random, first and last item) if the suite has
+        them; `unscored` if answers still need a judge.
     A sample: `suite`, `length`, `depth`, `index`, `hash`, `prompt_tokens`, `reference`, `output`, `score`, `prompt`
         (`start`, `end`, `cut_tokens`).
     """
@@ -203,6 +205,7 @@ def cell_values(cell: Cell) -> dict[str, Any]:
     more: dict[str, Any] = {"depth": cell.depth}
     if cell.of_tasks is not None:
         more |= {"tasks": cell.tasks, "of_tasks": cell.of_tasks}
+    more |= {KEY: cell.baselines} if cell.baselines else {}
     return {**plain, **more, **({"unscored": cell.unscored} if cell.unscored else {})}
 
 

@@ -10,6 +10,7 @@ from tests.evals.suites import byte_tokenizer, num_tokens, oracle, prompts_diges
 from transformers import PreTrainedTokenizerFast
 
 from unspool.core.errors import ConfigError, DataError
+from unspool.evals import fill
 from unspool.evals.config import eval_adapter
 from unspool.evals.suite import Ask
 from unspool.evals.suites import lveval
@@ -122,7 +123,7 @@ def test_cutting_the_end_instead_of_the_middle_would_show(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ):
     released(tmp_path, "loogle_SD_mixup", "16k")
-    monkeypatch.setattr(lveval, "_take_chars", lambda *_: 0)
+    monkeypatch.setattr(fill, "_take_chars", lambda *_: 0)
     sources = loaded(tokenizer, data=str(tmp_path), segmenter="characters")
     asked = SUITE.tasks["loogle_SD_mixup"].build(sources, Ask(length=2048, seed=0, index=0))
     assert not asked.context.endswith("word2999")

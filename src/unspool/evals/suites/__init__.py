@@ -8,14 +8,18 @@ from unspool.core.config import lookup, register
 from unspool.evals.config import EvalConfig
 from unspool.evals.suite import Suite
 from unspool.evals.suites import (
+    graphwalks,
     helmet,
+    indirect_needle,
     infbench,
     key_value,
+    longbench_v2,
     longppl,
     lveval,
     mrcr,
     niah,
     nocha,
+    oolong,
     perplexity,
     ruler,
     short_suite,
@@ -27,11 +31,15 @@ SUITES: dict[str, Suite] = {
     "perplexity": perplexity.SUITE,
     "longppl": longppl.SUITE,
     "mrcr": mrcr.SUITE,
+    "graphwalks": graphwalks.SUITE,
+    "indirect_needle": indirect_needle.SUITE,
     "ruler": ruler.SUITE,
     "helmet": helmet.SUITE,
     "lveval": lveval.SUITE,
     "infbench": infbench.SUITE,
     "nocha": nocha.SUITE,
+    "longbench_v2": longbench_v2.SUITE,
+    "oolong": oolong.SUITE,
     "short": short_suite.SUITE,
 }
 

@@ -252,7 +252,6 @@ def _generate_questions(language: Language) -> list[ArticleQuestion]:
 
 ANSWER_TOKENS, FACT_TOKENS = 64, 16
 SET_ASIDE = 500  # tokens of the context that LV-Eval leaves free
-BLOCK = 1000  # characters per tokenized block
 OMITTED: dict[Language, str] = {"en": "(left out)", "zh": "（略）"}  # replaces the article of a solved question
 
 
@@ -321,26 +320,7 @@ def _article(question: ArticleQuestion, meter: Meter, free: int, filling: Rememb
         kept = meter.take(filling, free - meter.piece(question.fact) - 1)
         kept.insert(round(depth * len(kept)), question.fact + "\n")
         return "".join(kept).rstrip()
-    text = question.article
-    blocks = [text[at : at + BLOCK] for at in range(0, len(text), BLOCK)]
-    sizes = [meter.piece(block) for block in blocks]
-    if sum(sizes) <= free:
-        return text
-    head, tail = _take_chars(blocks, sizes, free // 2), _take_chars(blocks[::-1], sizes[::-1], free // 2)
-    return text[:head] + text[len(text) - tail :]
-
-
-def _take_chars(blocks: list[str], sizes: list[int], free: int) -> int:
-    """Return how many characters of the first blocks fit. The last block counts in proportion to its tokens.
-
-    The text is not cut at spaces, because Chinese has none.
-    """
-    chars = 0
-    for block, size in zip(blocks, sizes, strict=True):
-        if size > free:
-            return chars + max(0, free) * len(block) // size
-        chars, free = chars + len(block), free - size
-    return chars
+    return meter.cut_middle(question.article, free)
 
 
 def score(task: str, output: str, question: Question) -> float:

@@ -10,31 +10,41 @@ contexts.
 - oracle: only the right request with its reply, then the question
 
 recovery = (query − full) / (query − oracle). 0: the conversation does not help. 1: it helps as much as the right
-request and reply alone.
+request and reply alone. The trivial baselines are the recovery with only the first, the last or a random request and
+its reply as context.
+
+Conversations are generated, or come from the user's file in the format of OpenAI's data set (mrcr_data.py). There, the
+string that the reply begins with belongs to the context, because the question contains it.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
 from statistics import fmean
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, Self
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from unspool.core.errors import ConfigError, DataError
 from unspool.core.rng import rng_for
 from unspool.data.facts import distinct_keys
 from unspool.evals.backends.base import Backend
+from unspool.evals.baselines import BASELINES, KEY, pick_items
 from unspool.evals.config import EvalConfig, Lengths
 from unspool.evals.heldout import Heldout, Materials, PlanInputs
 from unspool.evals.prompts import encode, opening_ids, prompt_hash
 from unspool.evals.suite import Cell, PlannedEval, Sample, Suite, Unit
+from unspool.evals.suites.mrcr_data import Dialog, choose_dialogs
+from unspool.evals.task_suite import path_digest, resolve_path
 
 FORMS = ("letter", "poem", "speech", "story", "diary entry", "news report")
 ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")
 _SENTENCE = re.compile(r"(?<=[.!?])[\"'”’)]*\s+")
 DRAWS = 2000  # bootstrap draws over conversations
+SLACK = 50  # prompts are at most 1/50 shorter than their length
 
 
 class MRCREval(EvalConfig):
@@ -52,15 +62,37 @@ class MRCREval(EvalConfig):
     text: str | None = Field(
         None, description="JSONL or text files that replies are taken from. Default: the bundled held-out book."
     )
+    paths: dict[str, str] = Field(
+        {},
+        description="`data`: a file in the format of OpenAI's MRCR, or hub:openai/mrcr. A conversation is scored at a "
+        "length if it has more than half of its tokens. Default: conversations are generated.",
+    )
+
+    @model_validator(mode="after")
+    def _data_decides(self) -> Self:
+        if unknown := sorted(set(self.paths) - {"data"}):
+            raise ValueError(
+                f"path {unknown[0]} is not known; the only one is data, a file in the format of OpenAI's MRCR"
+            )
+        given = [name for name in ("reply_words", "text") if name in self.model_fields_set]
+        if self.data is not None and given:
+            raise ValueError(f"{' and '.join(given)} only for generated conversations; remove it, or remove paths")
+        return self
+
+    @property
+    def data(self) -> str | None:
+        return self.paths.get("data")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Conversation:
-    """One question as token ids. The three contexts end in the same answer."""
+    """One question as token ids. All contexts end in the same answer."""
 
     full: np.ndarray
     query: np.ndarray
     oracle: np.ndarray
+    single: Mapping[str, np.ndarray]
+    """Contexts with one request and its reply, by baseline."""
     answer_tokens: int
     needles: int
     depth: float
@@ -91,6 +123,7 @@ def split_replies(documents: Sequence[str], words: int) -> list[str]:
 def conversation(
     config: MRCREval, materials: Materials, replies: Sequence[str], *, length: int, seed: int, index: int
 ) -> Conversation:
+    """Generate a conversation."""
     rng = rng_for(seed, "mrcr", length, index)
     tokenizer = materials.tokenizer
     needles = config.needles[index % len(config.needles)]
@@ -98,12 +131,10 @@ def conversation(
     form = FORMS[int(rng.integers(len(FORMS)))]
     topic, *others = distinct_keys(materials.words, 1 + len(FORMS) * 8, rng)
     order = iter(rng.permutation(len(replies)).tolist())
-    opening = opening_ids(tokenizer)
-    ask = encode(tokenizer, question(wanted, form, topic))
     right = [turn(form, topic, replies[next(order)]) for _ in range(needles)]
     reply = right[wanted].partition("Assistant: ")[2].strip()
-    answer = encode(tokenizer, f" {reply}")
-    room = length - len(opening) - len(ask) - len(answer)
+    ask, answer = encode(tokenizer, question(wanted, form, topic)), encode(tokenizer, f" {reply}")
+    room = length - len(opening_ids(tokenizer)) - len(ask) - len(answer)
     room -= sum(len(encode(tokenizer, each)) for each in right)
     if room < 0:
         raise ConfigError(
@@ -115,12 +146,14 @@ def conversation(
     for number, at in enumerate(order):
         other = FORMS[(FORMS.index(form) + 1 + int(rng.integers(len(FORMS) - 1))) % len(FORMS)]
         kinds = ((other, topic), (form, others[number % len(others)]), (other, others[number % len(others)]))
-        chosen_form, chosen_topic = kinds[number % len(kinds)]
-        made = turn(chosen_form, chosen_topic, replies[at])
-        room -= len(encode(tokenizer, made))
-        if room < 0:
+        made = turn(*kinds[number % len(kinds)], replies[at])
+        size = len(encode(tokenizer, made))
+        if size > room:
+            more = [replies[at], *(replies[other] for other in islice(order, 1))]
+            turns = _fill(tokenizer, turns, made.removesuffix(f"{replies[at]}\n\n"), more, room, slack=length // SLACK)
             break
         turns.append(made)
+        room -= size
     else:
         raise DataError(
             f"mrcr: the held-out text has only {len(replies)} replies of {config.reply_words} words, too few for "
@@ -129,18 +162,67 @@ def conversation(
     places = np.sort(rng.choice(len(turns) + needles, size=needles, replace=False)).tolist()
     rest, hidden = iter(rng.permutation(np.array(turns, dtype=object)).tolist()), iter(right)
     ordered = [next(hidden) if place in places else next(rest) for place in range(len(turns) + needles)]
-    parts = [encode(tokenizer, each) for each in ordered]
-    before = sum(map(len, parts[: places[wanted]]))
-    tail = np.concatenate([ask, answer])
+    asked = Asked(turns=ordered, right=places[wanted], ask=ask, answer=answer, reply=reply, needles=needles)
+    return as_contexts(tokenizer, asked, rng_for(seed, "baseline", "mrcr", length, index))
+
+
+def _fill(tokenizer: Any, turns: list[str], begun: str, more: Sequence[str], room: int, *, slack: int) -> list[str]:
+    """Append words to the last turn, or to a begun one, so that at most `slack` of `room` tokens are left."""
+    if room <= slack:
+        return turns
+    begun = f"{turns[-1].rstrip()} " if turns else begun
+    room += len(encode(tokenizer, turns[-1])) if turns else 0
+    words = " ".join(more).split()
+    low, high = 0, len(words)
+    while low < high:
+        middle = (low + high + 1) // 2
+        fits = len(encode(tokenizer, f"{begun}{' '.join(words[:middle])}\n\n")) <= room
+        low, high = (middle, high) if fits else (low, middle - 1)
+    return [*turns[:-1], f"{begun}{' '.join(words[:low])}\n\n"] if low else turns
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """A conversation as text, and its question and answer as token ids."""
+
+    turns: Sequence[str]
+    right: int  # number of the turn with the wanted reply
+    ask: np.ndarray
+    answer: np.ndarray
+    reply: str
+    needles: int
+    head: str = ""
+
+
+def as_contexts(tokenizer: Any, asked: Asked, rng: np.random.Generator) -> Conversation:
+    opening, tail = opening_ids(tokenizer), np.concatenate([asked.ask, asked.answer])
+    parts = [encode(tokenizer, each) for each in asked.turns]
+    before = sum(map(len, parts[: asked.right]))
+    head = [encode(tokenizer, asked.head)] if asked.head else []
     return Conversation(
-        full=np.concatenate([opening, *parts, tail]),
+        full=np.concatenate([opening, *head, *parts, tail]),
         query=np.concatenate([opening, tail]),
-        oracle=np.concatenate([opening, encode(tokenizer, right[wanted]), tail]),
-        answer_tokens=len(answer),
-        needles=needles,
+        oracle=np.concatenate([opening, parts[asked.right], tail]),
+        single={name: np.concatenate([opening, part, tail]) for name, part in pick_items(parts, rng).items()},
+        answer_tokens=len(asked.answer),
+        needles=asked.needles,
         depth=before / max(1, sum(map(len, parts))),
-        reply=reply,
+        reply=asked.reply,
     )
+
+
+def given_conversation(tokenizer: Any, dialog: Dialog, *, seed: int, length: int, index: int) -> Conversation:
+    """Encode a conversation of the user's data."""
+    asked = Asked(
+        turns=[f"User: {request}\nAssistant: {reply}\n\n" for request, reply in dialog.turns],
+        right=dialog.right,
+        ask=encode(tokenizer, f"User: {dialog.question}\nAssistant: {dialog.begin}"),
+        answer=encode(tokenizer, dialog.reply),
+        reply=dialog.reply,
+        needles=dialog.needles,
+        head=dialog.head,
+    )
+    return as_contexts(tokenizer, asked, rng_for(seed, "baseline", "mrcr", length, index))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,6 +230,9 @@ class MRCRSuite(Suite):
     @property
     def needs_losses(self) -> bool:
         return True
+
+    def inputs(self, config: MRCREval, root: Path) -> dict[str, dict[str, Any]]:
+        return {"paths": {} if config.data is None else {"mrcr data": path_digest(root / config.data)}}
 
     def plan(self, config: MRCREval, inputs: PlanInputs) -> "PlannedConversations":
         return PlannedConversations(self, config, inputs)
@@ -165,7 +250,12 @@ class MRCRSuite(Suite):
     def _cell(self, length: int, task: str | None, samples: Sequence[Sample]) -> Cell:
         head = {"suite": self.name, "metric": "recovery", "length": length, "depth": None}
         head |= {"task": task} if task else {}
-        return {**head, **recovery([one["losses_by_context"] for one in samples])}
+        losses = [one["losses_by_context"] for one in samples]
+        found = recovery(losses)
+        if found["value"] is None or not all(name in one for one in losses for name in BASELINES):
+            return {**head, **found}
+        singles = {name: recovery([{**one, "full": one[name]} for one in losses])["value"] for name in BASELINES}
+        return {**head, **found, KEY: singles}
 
 
 def recovery(losses: Sequence[dict[str, float]]) -> Cell:
@@ -195,23 +285,36 @@ class PlannedConversations(PlannedEval):
     def __init__(self, suite: MRCRSuite, config: MRCREval, inputs: PlanInputs) -> None:
         self.suite: MRCRSuite = suite
         self.config, self._seed = config, inputs.seed
-        self._materials = inputs.materials(suite.heldout(config))
-        self._replies = split_replies(self._materials.documents, config.reply_words)
+        self._tokenizer = inputs.tokenizer
+        self._given: dict[int, list[Dialog]] = {}
+        lengths = config.asked_lengths(config.lengths, inputs.context)
         if config.cut_to(inputs.context) is not None:
             raise ConfigError("mrcr: beyond_context: truncate would drop the conversation; use skip or ask.")
+        if config.data is None:
+            self._materials = inputs.materials(suite.heldout(config))
+            self._replies = split_replies(self._materials.documents, config.reply_words)
+        else:
+            path = resolve_path(config.data, inputs.root)
+            self._given = choose_dialogs(path, lengths, config.needles, config.samples, self._count_tokens)
         self.units = [
             Unit(planned=self, length=length, index=index, tokens=length)
-            for length in config.asked_lengths(config.lengths, inputs.context)
-            for index in range(config.samples)
+            for length in lengths
+            for index in range(len(self._given[length]) if self._given else config.samples)
         ]
         limit = inputs.context
         self.beyond_context = {length: config.samples for length in config.lengths if limit and length > limit}
 
     def check(self) -> None:
-        for length in dict.fromkeys(unit.length for unit in self.units):
+        for length in () if self._given else dict.fromkeys(unit.length for unit in self.units):
             self._build(length, int(np.argmax(self.config.needles)))
 
+    def _count_tokens(self, dialog: Dialog) -> int:
+        return len(given_conversation(self._tokenizer, dialog, seed=0, length=0, index=0).full)
+
     def _build(self, length: int, index: int) -> Conversation:
+        if self._given:
+            dialog = self._given[length][index]
+            return given_conversation(self._tokenizer, dialog, seed=self._seed, length=length, index=index)
         return conversation(self.config, self._materials, self._replies, length=length, seed=self._seed, index=index)
 
     def prepare(self, unit: Unit) -> Conversation:
@@ -219,7 +322,7 @@ class PlannedConversations(PlannedEval):
 
     def ask(self, prepared: Conversation, backend: Backend) -> dict[str, float]:
         """Return the mean loss of the answer's tokens in each context."""
-        contexts = {"full": prepared.full, "query": prepared.query, "oracle": prepared.oracle}
+        contexts = {"full": prepared.full, "query": prepared.query, "oracle": prepared.oracle, **prepared.single}
         return {
             name: float(backend.window_losses(ids)[-prepared.answer_tokens :].mean()) for name, ids in contexts.items()
         }
@@ -237,6 +340,7 @@ class PlannedConversations(PlannedEval):
                 "needles": prepared.needles,
                 "hash": prompt_hash(prepared.full),
                 "prompt_tokens": len(prepared.full) - prepared.answer_tokens,
+                "answer_tokens": prepared.answer_tokens,
                 "reference": prepared.reply,
                 "output": "",
                 "score": (answers["query"] - answers["full"]) / possible if possible > 0 else None,
@@ -253,6 +357,6 @@ SUITE = MRCRSuite(
     title="MRCR recovery",
     config=MRCREval,
     measure="score",
-    version=1,
-    heldout=lambda config: Heldout(config.text, 2 * max(config.lengths)),
+    version=2,
+    heldout=lambda config: Heldout(config.text, 2 * max(config.lengths)) if config.data is None else None,
 )

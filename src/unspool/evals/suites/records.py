@@ -35,6 +35,38 @@ class Item:
     extra: Record = field(default_factory=dict)
 
 
+@dataclass(frozen=True, kw_only=True)
+class UserData:
+    """What a suite expects in the user's file `paths.data`, for error messages."""
+
+    suite: str
+    source: str  # where the file comes from
+    fields: tuple[str, ...]
+    more: str  # meaning of fields
+
+    def check_paths(self, paths: Mapping[str, str]) -> None:
+        """Raise ValueError if `data` is missing or if there are other paths."""
+        if set(paths) != {"data"}:
+            raise ValueError(
+                f"paths needs one entry, data: a JSON, JSONL or Parquet file with the fields {', '.join(self.fields)}; "
+                f"use {self.source}"
+            )
+
+    def check(self, records: list[Record], path: str) -> list[Record]:
+        """Return the records. Raises DataError for the first record without one of the fields."""
+        for record in records:
+            missing = [name for name in self.fields if record.get(name) in (None, "")]
+            if missing:
+                raise self.error(path, record, f"no {' and no '.join(missing)}")
+        return records
+
+    def error(self, path: str, record: Record, problem: str) -> DataError:
+        return DataError(
+            f"{self.suite}: {path}, record {record.get('_line')}: {problem}. Expected fields: "
+            f"{', '.join(self.fields)}; {self.more}. Use {self.source}."
+        )
+
+
 def read_records(path: str, *, split: str = "validation") -> list[Record]:
     """Read all records of a file, or of a Hub dataset written as hub:ORG/NAME or hub:ORG/NAME@CONFIG.
 
