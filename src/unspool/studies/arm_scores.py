@@ -92,14 +92,14 @@ def _of_eval(entry: EvalConfig) -> Iterator[Measure]:
                 part = Part(suite.name, None, length, start, stop)
                 yield _measure(f"{suite.name}/{format_size(start)}-{format_size(stop)}", part)
         elif tasks:
-            groups = _categories(suite, tasks, length)
+            groups = by_category(suite, tasks, length)
             yield mean_of(name, groups if isinstance(suite, TaskSuite) and suite.has_overall else tasks)
             yield from dict.fromkeys([*groups, *tasks])
         else:
             yield _measure(name, Part(suite.name, None, length))
 
 
-def _categories(suite: Suite, tasks: Sequence[Measure], length: int) -> list[Measure]:
+def by_category(suite: Suite, tasks: Sequence[Measure], length: int) -> list[Measure]:
     """Average the suite's tasks by category; a task that is alone in its category, or in none, stays as it is."""
     categories = suite.categories if isinstance(suite, TaskSuite) else {}
     owner = {task: name for name, names in categories.items() for task in names}

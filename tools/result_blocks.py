@@ -1,0 +1,299 @@
+"""The kinds of blocks that tools/results.py writes into the pages of docs/results. Each takes its settings.
+
+Cells of scores are percents with 95% intervals: over questions for one training seed, over questions and seeds
+otherwise (`unspool.studies.two_level`).
+"""
+
+import csv
+from ast import literal_eval
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from markupsafe import Markup
+
+from pictures import COLORS, WIDTH, group, picture, sized, text
+from unspool.core.charts import HEIGHT, Frame, Point, Series, line_chart, marker
+from unspool.core.errors import ConfigError
+from unspool.core.formatting import MISSING, format_signed, join_words
+from unspool.core.html import element, svg_line
+from unspool.core.sizes import format_size, parse_size
+from unspool.core.table import markdown_lines
+from unspool.studies.arm_comparison import holm
+from unspool.studies.arm_scores import Answers, Measure, contributions_of
+from unspool.studies.claims import Finding, judge, read_claims
+from unspool.studies.raw_results import Run, read_runs
+from unspool.studies.raw_scores import answers_of, find_measure, is_bounded
+from unspool.studies.two_level import Interval, arm_interval, difference_interval
+
+RESULTS = Path(__file__).parents[1] / "docs" / "results"
+IMAGES = RESULTS.parent / "images"
+BySeed = dict[int, Answers]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Output:
+    text: str
+    figures: Mapping[Path, str] = field(default_factory=dict)
+
+
+# Data
+
+
+@cache
+def runs_of(data: str) -> list[Run]:
+    return read_runs(RESULTS / data)
+
+
+def select(data: str, names: str | Sequence[str], where: Mapping[str, Any] | None = None) -> BySeed:
+    """Return the answers of an arm (all its seeds) or of single runs, by seed; `where` selects questions."""
+    wanted = [names] if isinstance(names, str) else list(names)
+    runs = runs_of(data)
+    found = {run.seed: _answers(data, run.name, repr(where or {})) for run in runs if {run.arm, run.name} & {*wanted}}
+    unknown = [name for name in wanted if name not in {*(run.arm for run in runs), *(run.name for run in runs)}]
+    if unknown:
+        raise ConfigError(f"{data} has no arm or run {', '.join(unknown)}; it has {', '.join(r.name for r in runs)}.")
+    return found
+
+
+@cache
+def _answers(data: str, run: str, where: str) -> Answers:
+    samples = next(one.samples for one in runs_of(data) if one.name == run)
+    return answers_of(samples, literal_eval(where))
+
+
+def measure_of(name: str, arms: Sequence[BySeed]) -> Measure:
+    """Return a measure that at least one of the arms has."""
+    found = find_measure(name, {part for by_seed in arms for answers in by_seed.values() for part in answers})
+    if found is None:
+        raise ConfigError(f"{name} was not measured in any of the rows.")
+    return found
+
+
+def labeled(settings: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """Return a setting that is a mapping from labels, or a list whose values are their own labels."""
+    given = settings[key]
+    return dict(given) if isinstance(given, dict) else {str(one): one for one in given}
+
+
+# Cells
+
+
+def show(found: Interval | None, measure: Measure) -> str:
+    """Format a value with its interval: `52% (37–67)`, or `2.974 (2.89–3.05)` for a loss."""
+    if found is None:
+        return MISSING
+    if not is_bounded(measure):
+        low, high = found.low, found.high
+        return f"{found.value:.2f}" + ("" if low is None or high is None else f" ({low:.2f}–{high:.2f})")
+    # Sums of parts are off by a last digit, which must not decide how a half is rounded.
+    value, low, high = (f"{round(100 * (one or 0.0), 9):.0f}" for one in (found.value, found.low, found.high))
+    return f"{value}% ({low}–{high})"
+
+
+def show_difference(found: Interval | None, measure: Measure) -> str:
+    """Format a difference with its interval, in points or in the measure's unit: `+12.5 (3.1 to 21.9)`."""
+    if found is None:
+        return MISSING
+    scale, digits = (100, 1) if is_bounded(measure) else (1, 3)
+    value = format_signed(scale * found.value, digits) if round(scale * found.value, digits) else f"{0:.{digits}f}"
+    if found.low is None or found.high is None:
+        return value
+    low, high = (f"{scale * bound:.{digits}f}".replace("-", "−") for bound in (found.low, found.high))
+    return f"{value} ({low} to {high})"
+
+
+def show_p(p: float | None) -> str:
+    return MISSING if p is None else "<0.001" if p < 0.001 else f"{p:.3f}" if p < 0.1 else f"{p:.2f}"
+
+
+def seeds_of(found: Sequence[Interval | None]) -> int:
+    return max((one.seeds for one in found if one is not None), default=0)
+
+
+def _counts(name: str, counts: Sequence[int]) -> str:
+    return f"{name} {min(counts)}" if min(counts) == max(counts) else f"{name} {min(counts)} to {max(counts)}"
+
+
+# Blocks
+
+
+def scores(settings: Mapping[str, Any]) -> Output:
+    """Arms by measures. Settings: data, columns (label: measure), rows (label: arm or runs), where."""
+    data, where = settings["data"], settings.get("where")
+    columns, rows = labeled(settings, "columns"), labeled(settings, "rows")
+    arms = {label: select(data, names, where) for label, names in rows.items()}
+    measures = {label: measure_of(name, list(arms.values())) for label, name in columns.items()}
+    lines, counts = [], []
+    for label, by_seed in arms.items():
+        found = [arm_interval(by_seed, one, bounded=is_bounded(one)) for one in measures.values()]
+        counts += [one.questions // one.seeds for one in found if one is not None]
+        several = f", {seeds_of(found)} seeds" if seeds_of(found) > 1 else ""
+        cells = [show(one, measure) for one, measure in zip(found, measures.values(), strict=True)]
+        lines.append([label + several, *cells])
+    table = markdown_lines([settings.get("head", "arm"), *columns], lines)
+    return Output(text="\n".join([*table, "", f"{_counts('n =', counts)} questions or windows per cell and seed."]))
+
+
+def differences(settings: Mapping[str, Any]) -> Output:
+    """Arms against one arm. Settings: data, baseline, columns (label: measure), rows (label: arm or runs), where.
+
+    p-values are corrected by Holm's method over the rows of a column.
+    """
+    data, where = settings["data"], settings.get("where")
+    baseline = select(data, settings["baseline"], where)
+    rows = {label: select(data, names, where) for label, names in labeled(settings, "rows").items()}
+    cells: dict[str, list[str]] = {label: [] for label in rows}
+    head, seeds, counts = [settings.get("head", "arm")], dict.fromkeys(rows, 0), []
+    for title, name in labeled(settings, "columns").items():
+        measure = measure_of(name, [baseline, *rows.values()])
+        found = {
+            label: difference_interval(contributions_of(arm, baseline, measure), bounded=is_bounded(measure))
+            for label, arm in rows.items()
+        }
+        corrected = holm([None if one is None else one.p for one in found.values()])
+        for (label, one), p in zip(found.items(), corrected, strict=True):
+            cells[label] += [show_difference(one, measure), show_p(p)]
+            seeds[label] = max(seeds[label], one.seeds if one else 0)
+            counts += [one.questions] if one else []
+        head += [title, "p"]
+    table = markdown_lines([*head, "seeds"], [[label, *cells[label], str(seeds[label])] for label in rows])
+    return Output(text="\n".join([*table, "", f"{_counts('n =', counts)} pairs of questions or windows."]))
+
+
+def figure(settings: Mapping[str, Any]) -> Output:
+    """Score by length, by arm. Settings: data, file, title, measure (`niah/*`), lengths, rows (label: arm), where."""
+    data, where = settings["data"], settings.get("where")
+    rows = labeled(settings, "rows")
+    lengths = [parse_size(length) for length in settings["lengths"]]
+    series = []
+    for style, (label, names) in enumerate(rows.items()):
+        by_seed = select(data, names, where)
+        points = []
+        for length in lengths:
+            measure = measure_of(settings["measure"].replace("*", format_size(length)), [by_seed])
+            found = arm_interval(by_seed, measure, bounded=True)
+            points.append(
+                Point(x=length, y=None)
+                if found is None
+                else Point(
+                    x=length, y=found.value, low=found.low, high=found.high, tooltip=f"{label}: {found.value:.0%}"
+                )
+            )
+        series.append(Series(label=label, style=style, points=points))
+    frame = Frame(
+        label=settings["title"],
+        x_title="context length",
+        x_ticks=[(length, format_size(length)) for length in lengths],
+        show_y=lambda value: f"{value:.0%}",
+        log_x=True,
+        y_range=(0.0, 1.0),
+    )
+    path = IMAGES / settings["file"]
+    return Output(
+        text=f"![{settings['title']}](../images/{settings['file']})",
+        figures={path: line_picture(settings["title"], series, frame) + "\n"},
+    )
+
+
+MARKS = ".hit { fill: none; } .dot { stroke: #fff; stroke-width: 1; } .whisker { stroke-width: 1.6; } " + " ".join(
+    f".m{at} .dot {{ fill: {color}; }} .m{at} .whisker {{ stroke: {color}; }}" for at, color in enumerate(COLORS)
+)
+
+
+def line_picture(title: str, series: Sequence[Series], frame: Frame) -> str:
+    """Draw a line chart with a legend as a picture of its own, readable on light and dark pages."""
+    columns = 2
+    parts = [element("style", Markup(MARKS)), text(14, 24, title, "title")]
+    for at, one in enumerate(series):
+        x, y = 14 + at % columns * 200.0, 48 + at // columns * 20.0
+        key = svg_line(x, y - 4, x + 24, y - 4, "line") + marker(one.style, x + 12, y - 4)
+        parts += [element("g", key, class_=f"m{one.style % len(COLORS)}"), text(x + 31, y, one.label)]
+    top = 48 + -(-len(series) // columns) * 20.0 - 8
+    parts.append(group(top, sized(line_chart(series, frame), WIDTH, HEIGHT)))
+    return picture(top + HEIGHT + 10, title, *parts)
+
+
+def claims(settings: Mapping[str, Any]) -> Output:
+    """One paper's claims. Settings: file, paper."""
+    listed = read_claims(RESULTS / settings["file"])
+    found = [one for one in _judged(settings["file"]) if one.claim.paper == settings["paper"]]
+    if not found:
+        raise ConfigError(f"{settings['file']} has no claims of {settings['paper']!r}.")
+    rows = []
+    for claim in dict.fromkeys(id(one.claim) for one in found):
+        mine = [one for one in found if id(one.claim) == claim]
+        done = [one for one in mine if one.interval is not None]
+        rows += [_finding(one, first=at == 0) for at, one in enumerate(done or mine[:1])]
+    head = ["claim", "paper", "measure", "difference (95% interval)", "p", "n per cell", "seeds", "verdict"]
+    rule = (
+        f"Exploratory: fewer than {listed.rule.seeds} seeds or {listed.rule.questions} questions per seed and length. "
+        "p: Holm's method over this table."
+    )
+    return Output(text="\n".join([*markdown_lines(head, rows), "", rule]))
+
+
+@cache
+def _judged(file: str) -> list[Finding]:
+    listed = read_claims(RESULTS / file)
+    results: dict[str, dict[str, BySeed]] = {}
+    for data in listed.data:
+        arms = results.setdefault(data.folder, {})
+        for run in runs_of(data.folder):
+            arms.setdefault(run.arm, {})[run.seed] = _answers(data.folder, run.name, "{}")
+    return judge(listed, results)
+
+
+def _finding(one: Finding, *, first: bool) -> list[str]:
+    note = f" ({one.claim.note})" if one.claim.note and one.interval else ""
+    paper = [f"{one.claim.claim}{note}", f"{one.claim.source}: {one.claim.theirs}"] if first else ["", ""]
+    if one.interval is None or one.measure is None:
+        return [*paper, *[MISSING] * 5, one.verdict]
+    verdict = f"{one.verdict}, exploratory" if one.exploratory else f"**{one.verdict}**"
+    cells = [show_difference(one.interval, one.measure), show_p(one.p), str(one.questions), str(one.interval.seeds)]
+    return [*paper, f"`{one.metric}`", *cells, verdict]
+
+
+def coverage(settings: Mapping[str, Any]) -> Output:
+    """How often intervals contain the truth, from the file that tools/coverage.py writes. Settings: file."""
+    with (RESULTS / settings["file"]).open(encoding="utf-8", newline="") as file:
+        found = list(csv.DictReader(file))
+    methods = {"questions": "over questions", "bootstrap": "hierarchical bootstrap", "t": "t over seeds"}
+    methods |= {"two-level": "two-level"}
+    rows = [
+        [row["study"], row["seeds"], row["questions"], *(_covered(row, method) for method in methods)] for row in found
+    ]
+    head = ["simulated study", "seeds", "n", *methods.values()]
+    note = f"Coverage of the truth, and mean width in points. {found[0]['trials']} studies per row."
+    return Output(text="\n".join([*markdown_lines(head, rows), "", note]))
+
+
+def _covered(row: Mapping[str, str], method: str) -> str:
+    return f"{100 * float(row[f'{method} coverage']):.1f}% ({100 * float(row[f'{method} width']):.0f})"
+
+
+def inventory(settings: Mapping[str, Any]) -> Output:
+    """The committed data. Settings: data (list of folders)."""
+    rows = []
+    for data in settings["data"]:
+        runs = runs_of(data)
+        suites = sorted({part.suite for run in runs for part in _answers(data, run.name, "{}")})
+        size = sum(path.stat().st_size for run in runs for path in run.folder.iterdir())
+        arms = len({run.arm for run in runs})
+        answers = sum(len(run.samples) for run in runs)
+        rows.append(
+            [f"`{data}`", str(arms), str(len(runs)), join_words(suites), f"{answers:,}", f"{size / 1000:,.0f} KB"]
+        )
+    return Output(text="\n".join(markdown_lines(["folder", "arms", "runs", "suites", "samples", "size"], rows)))
+
+
+BLOCKS: dict[str, Callable[[Mapping[str, Any]], Output]] = {
+    "scores": scores,
+    "differences": differences,
+    "figure": figure,
+    "claims": claims,
+    "coverage": coverage,
+    "inventory": inventory,
+}
