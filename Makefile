@@ -45,6 +45,10 @@ bench: $(VENV)/.dev  ## run the benchmarks; those that need a GPU say so where t
 gpu: $(VENV)/.dev  ## run the GPU gate, on a machine with a GPU
 	$(VENV)/bin/python benchmarks/gate.py --commit $$(git rev-parse HEAD) $(ARGS)
 
+.PHONY: results
+results: $(VENV)/.dev  ## write the tables and figures of docs/results from the committed answers; ARGS=--check compares
+	@$(VENV)/bin/python tools/results.py $(ARGS)
+
 pictures: $(VENV)/.dev  ## draw the pictures of docs/concepts again
 	@$(VENV)/bin/python tools/pictures.py $(ARGS)
 

@@ -24,6 +24,7 @@ from unspool.core.table import markdown_lines
 from unspool.studies.arm_comparison import holm
 from unspool.studies.arm_scores import Answers, Measure, contributions_of
 from unspool.studies.claims import Finding, judge, read_claims
+from unspool.studies.metric_agreement import rank_agreement
 from unspool.studies.raw_results import Run, read_runs
 from unspool.studies.raw_scores import answers_of, find_measure, is_bounded
 from unspool.studies.two_level import Interval, arm_interval, difference_interval
@@ -256,6 +257,36 @@ def _finding(one: Finding, *, first: bool) -> list[str]:
     return [*paper, f"`{one.metric}`", *cells, verdict]
 
 
+def agreement(settings: Mapping[str, Any]) -> Output:
+    """Rank correlation of measures with one of them, over the arms of all folders.
+
+    Arms are means over the seeds that all arms of a folder have, since other seeds have other questions. Settings: data (list of folders), target (label), columns (label: measure), without (arms to leave out), seconds
+    (label: device seconds per arm).
+    """
+    columns, seconds = labeled(settings, "columns"), settings.get("seconds", {})
+    arms: dict[str, BySeed] = {}
+    for data in settings["data"]:
+        found = {run.arm: select(data, run.arm) for run in runs_of(data) if run.arm not in settings.get("without", ())}
+        common = set.intersection(*(set(by_seed) for by_seed in found.values()))
+        if not common:
+            raise ConfigError(f"{data}: no seed is common to all arms; leave arms out with `without`.")
+        arms |= {f"{data}/{arm}": {seed: found[arm][seed] for seed in sorted(common)} for arm in found}
+    values: dict[str, dict[str, float]] = {}
+    for label, name in columns.items():
+        measure = measure_of(name, list(arms.values()))
+        means = {arm: arm_interval(by_seed, measure, bounded=is_bounded(measure)) for arm, by_seed in arms.items()}
+        sign = -1 if measure.is_loss else 1
+        values[label] = {arm: sign * one.value for arm, one in means.items() if one is not None}
+    rows = []
+    for one in rank_agreement(values, settings["target"]):
+        interval = MISSING if one.low is None else f"{one.low:.2f} to {one.high:.2f}".replace("-", "−")
+        value = MISSING if one.value is None else format_signed(one.value, 2)
+        rows.append([one.measure, value, interval, str(one.arms), str(seconds.get(one.measure, MISSING))])
+    head = ["measure", f"rank correlation with {settings['target']}", "95% interval", "arms", "device seconds"]
+    note = "Spearman's correlation; losses count with a minus. Intervals: bootstrap over arms."
+    return Output(text="\n".join([*markdown_lines(head, rows), "", note]))
+
+
 def coverage(settings: Mapping[str, Any]) -> Output:
     """How often intervals contain the truth, from the file that tools/coverage.py writes. Settings: file."""
     with (RESULTS / settings["file"]).open(encoding="utf-8", newline="") as file:
@@ -294,6 +325,7 @@ BLOCKS: dict[str, Callable[[Mapping[str, Any]], Output]] = {
     "differences": differences,
     "figure": figure,
     "claims": claims,
+    "agreement": agreement,
     "coverage": coverage,
     "inventory": inventory,
 }

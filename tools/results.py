@@ -31,7 +31,9 @@ from unspool.core.config import lookup
 from unspool.core.errors import ConfigError, UnspoolError
 from unspool.studies.raw_results import collect
 
-BLOCK = re.compile(r"(<!-- results: (\w+)\n(.*?)-->\n).*?(<!-- end results -->)", re.DOTALL)
+# At the start of a line: an indented one is an example.
+BLOCK = re.compile(r"^(<!-- results: (\w+)\n(.*?)^-->\n).*?^(<!-- end results -->)", re.DOTALL | re.MULTILINE)
+BEGIN = re.compile(r"^<!-- results:", re.MULTILINE)
 
 
 def write_page(text: str, label: str) -> tuple[str, dict[Path, str]]:
@@ -54,7 +56,7 @@ def outdated(pages: Sequence[Path]) -> Iterator[tuple[Path, str]]:
     """Yield each file that differs from what the data give, with its new content."""
     for page in pages:
         text = page.read_text(encoding="utf-8")
-        if text.count("<!-- results:") != len(BLOCK.findall(text)):
+        if len(BEGIN.findall(text)) != len(BLOCK.findall(text)):
             raise ConfigError(f"{page}: a block has no `<!-- end results -->`, or its settings have no closing `-->`.")
         written, figures = write_page(text, page.name)
         for path, content in {page: written, **figures}.items():
