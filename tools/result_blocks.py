@@ -260,8 +260,9 @@ def _finding(one: Finding, *, first: bool) -> list[str]:
 def agreement(settings: Mapping[str, Any]) -> Output:
     """Rank correlation of measures with one of them, over the arms of all folders.
 
-    Arms are means over the seeds that all arms of a folder have, since other seeds have other questions. Settings: data (list of folders), target (label), columns (label: measure), without (arms to leave out), seconds
-    (label: device seconds per arm).
+    Arms are means over the seeds that all arms of a folder have, since other seeds have other questions. Settings: data
+    (list of folders), target (label), columns (label: measure), without (arms to leave out), seconds (label: device
+    seconds per arm).
     """
     columns, seconds = labeled(settings, "columns"), settings.get("seconds", {})
     arms: dict[str, BySeed] = {}

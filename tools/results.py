@@ -44,7 +44,9 @@ def write_page(text: str, label: str) -> tuple[str, dict[Path, str]]:
         head, kind, settings, end = found.groups()
         try:
             made: Output = lookup(BLOCKS, kind, kind="block")(yaml.safe_load(settings) or {})
-        except (UnspoolError, yaml.YAMLError, TypeError, KeyError) as error:
+        except KeyError as error:
+            raise ConfigError(f"{label}: block {kind}: the setting {error} is missing.") from error
+        except (UnspoolError, yaml.YAMLError) as error:
             raise ConfigError(f"{label}: block {kind}: {error}") from error
         figures.update(made.figures)
         return f"{head}\n{made.text}\n\n{end}"

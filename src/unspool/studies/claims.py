@@ -29,35 +29,35 @@ ByArm = Mapping[str, Mapping[int, Answers]]  # arm: seed: answers
 class Rule(Config):
     """What a result needs to be more than exploratory."""
 
-    seeds: int = Field(ge=1)
+    seeds: int = Field(ge=1, description="Training seeds of both arms.")
     questions: int = Field(ge=1, description="Questions per seed and length.")
 
 
 class Claim(Config):
-    paper: str
+    paper: str = Field(description="Name of the paper.")
     claim: str = Field(description="The statement, in one sentence.")
     source: str = Field(description="Section, table or figure.")
     theirs: str = Field(description="The paper's numbers, at its scale.")
-    first: str
-    second: str
+    first: str = Field(description="Arm of the claim.")
+    second: str = Field(description="Arm that it is compared with.")
     expect: Literal["higher", "lower", "no higher", "no lower"] = Field(
         description="Value of the first arm in comparison with the second. `no higher`: higher by less than the margin."
     )
-    metrics: list[str] = Field(min_length=1)
+    metrics: list[str] = Field(min_length=1, description="Measures such as ruler/32K, each with a finding of its own.")
     note: str = Field("", description="How our arms differ from the paper's.")
 
 
 class Results(Config):
     """A folder of results, and its arms by the names in the claims; other arms keep their names."""
 
-    folder: str
+    folder: str = Field(description="Folder of results below docs/results.")
     arms: dict[str, str] = Field({}, description="Name in the claims: name in the folder.")
 
 
 class Claims(Config):
-    rule: Rule
+    rule: Rule = Field(description="What a result needs to be more than exploratory.")
     data: list[Results] = Field(description="The first folder that has both arms and the metric counts.")
-    claims: list[Claim]
+    claims: list[Claim] = Field(description="The claims, paper by paper.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from unspool.core.artifacts import file_digest, read_manifest, write_atomic
+from unspool.core.artifacts import digest_once, read_manifest, write_atomic
 from unspool.core.errors import ConfigError, DataError, UnspoolError
 from unspool.evals.run import SAMPLES
 from unspool.models.location import ASSET_PREFIX
@@ -76,8 +76,9 @@ def _write_run(run: Path, loaded: LoadedRecipe, stage: str, out: Path) -> None:
     for sample in _lines(scores / SAMPLES):
         # Questions on one context are one prompt; its name is needed only where it is not the question's own.
         prompt = prompts.get(sample["hash"], "").partition(" ")[2]
-        own = {} if prompt in ("", sample["hash"]) else {"prompt": prompt}
-        by_suite.setdefault(sample["suite"], []).append(sample | own)
+        own = {} if prompt in ("", sample["hash"]) else {"context": prompt}
+        kept = {key: value for key, value in sample.items() if key != "prompt"}  # an excerpt; seeds give all prompts
+        by_suite.setdefault(sample["suite"], []).append(kept | own)
     out.mkdir(parents=True, exist_ok=True)
     for path in out.glob("*.jsonl.gz"):
         path.unlink()
@@ -140,7 +141,7 @@ def _files(run: Path, loaded: LoadedRecipe, name: str) -> Any:
     if not files:
         return (read_manifest(run / "corpus" / name) or {}).get("inputs", {}).get("files")
     return [
-        {"file": str(file.relative_to(unit.parent)), "bytes": file.stat().st_size, "sha256": file_digest(file)}
+        {"file": str(file.relative_to(unit.parent)), "bytes": file.stat().st_size, "sha256": digest_once(file)}
         for unit, file in files
     ]
 

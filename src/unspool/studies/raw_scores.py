@@ -25,7 +25,7 @@ def answers_of(samples: Sequence[Sample], where: Where | None = None) -> Answers
             continue
         suite = str(OLD_NAMES.get(sample["suite"], sample["suite"]))
         length, key = sample["length"], sample["hash"]
-        prompt = f"{suite} {sample.get('prompt') or key}"
+        prompt = f"{suite} {sample.get('context') or key}"
         part = Part(suite, sample.get("task"), length)
         if "losses" in sample:
             for bucket in sample["losses"]:
@@ -73,14 +73,19 @@ def find_measure(name: str, known: Iterable[Part]) -> Measure | None:
 
 
 def _one_measure(name: str, known: Sequence[Part]) -> Measure | None:
-    suite, *task, where = name.split("/")
+    try:
+        suite, *task, where = name.split("/")
+        start, _, stop = where.rpartition("-")
+        first, length = 0 if start in ("", "0") else parse_size(start), parse_size(stop)
+    except ValueError:
+        raise ConfigError(
+            f"measure {name}: use SUITE/LENGTH, SUITE/TASK/LENGTH or SUITE/FROM-TO, such as niah/32K."
+        ) from None
     if suite not in SUITES:
         raise ConfigError(f"measure {name}: no suite is called {suite!r}{did_you_mean(suite, SUITES)}")
     mine = [part for part in known if part.suite == suite]
-    start, _, stop = where.rpartition("-")
     if start:
-        return _span(name, 0 if start == "0" else parse_size(start), parse_size(stop), mine)
-    length = parse_size(where)
+        return _span(name, first, length, mine)
     tasks = [
         Measure(name=f"{suite}/{part.task}", suite=suite, task=part.task, parts=((1.0, part),))
         for part in mine
