@@ -5,6 +5,7 @@ otherwise (`unspool.studies.two_level`).
 """
 
 import csv
+import json
 from ast import literal_eval
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,11 +22,11 @@ from unspool.core.formatting import MISSING, format_signed, join_words
 from unspool.core.html import element, svg_line
 from unspool.core.sizes import format_size, parse_size
 from unspool.core.table import markdown_lines
-from unspool.studies.arm_comparison import holm
+from unspool.studies.arm_comparison import difference, holm, over_prompts
 from unspool.studies.arm_scores import Answers, Measure, contributions_of
 from unspool.studies.claims import Finding, judge, read_claims
 from unspool.studies.metric_agreement import rank_agreement
-from unspool.studies.raw_results import Run, read_runs
+from unspool.studies.raw_results import FACTS, Run, read_runs
 from unspool.studies.raw_scores import answers_of, find_measure, is_bounded
 from unspool.studies.two_level import Interval, arm_interval, difference_interval
 
@@ -83,12 +84,14 @@ def labeled(settings: Mapping[str, Any], key: str) -> dict[str, Any]:
 
 
 def show(found: Interval | None, measure: Measure) -> str:
-    """Format a value with its interval: `52% (37–67)`, or `2.974 (2.89–3.05)` for a loss."""
+    """Format a value with its interval: `52% (37–67)`, or `2.97 ±0.17` for a loss."""
     if found is None:
         return MISSING
     if not is_bounded(measure):
-        low, high = found.low, found.high
-        return f"{found.value:.2f}" + ("" if low is None or high is None else f" ({low:.2f}–{high:.2f})")
+        half = (
+            None if found.low is None or found.high is None else max(found.value - found.low, found.high - found.value)
+        )
+        return f"{found.value:.2f}" + ("" if half is None else f" ±{half:.2f}")
     # Sums of parts are off by a last digit, which must not decide how a half is rounded.
     value, low, high = (f"{round(100 * (one or 0.0), 9):.0f}" for one in (found.value, found.low, found.high))
     return f"{value}% ({low}–{high})"
@@ -122,7 +125,7 @@ def _counts(name: str, counts: Sequence[int]) -> str:
 
 
 def scores(settings: Mapping[str, Any]) -> Output:
-    """Arms by measures. Settings: data, columns (label: measure), rows (label: arm or runs), where."""
+    """Arms by measures. Settings: data, columns (label: measure), rows (label: arm or runs), where, transpose."""
     data, where = settings["data"], settings.get("where")
     columns, rows = labeled(settings, "columns"), labeled(settings, "rows")
     arms = {label: select(data, names, where) for label, names in rows.items()}
@@ -134,34 +137,70 @@ def scores(settings: Mapping[str, Any]) -> Output:
         several = f", {seeds_of(found)} seeds" if seeds_of(found) > 1 else ""
         cells = [show(one, measure) for one, measure in zip(found, measures.values(), strict=True)]
         lines.append([label + several, *cells])
-    table = markdown_lines([settings.get("head", "arm"), *columns], lines)
+    lines.insert(0, [settings.get("head", "arm"), *columns])
+    if settings.get("transpose"):
+        lines = [list(column) for column in zip(*lines, strict=True)]
+    table = markdown_lines(lines[0], lines[1:])
     return Output(text="\n".join([*table, "", f"{_counts('n =', counts)} questions or windows per cell and seed."]))
 
 
-def differences(settings: Mapping[str, Any]) -> Output:
-    """Arms against one arm. Settings: data, baseline, columns (label: measure), rows (label: arm or runs), where.
+def tasks(settings: Mapping[str, Any]) -> Output:
+    """Measures by length, of one arm. Settings: data, arm, rows (label: `ruler/vt/*`), lengths, where."""
+    by_seed = select(settings["data"], settings["arm"], settings.get("where"))
+    lines, counts = [], []
+    for label, pattern in labeled(settings, "rows").items():
+        cells = []
+        for length in settings["lengths"]:
+            measure = measure_of(pattern.replace("/*", f"/{length}"), [by_seed])
+            found = arm_interval(by_seed, measure, bounded=is_bounded(measure))
+            cells.append(show(found, measure))
+            counts += [] if found is None else [found.questions // found.seeds]
+        lines.append([label, *cells])
+    table = markdown_lines([settings.get("head", "task"), *settings["lengths"]], lines)
+    return Output(text="\n".join([*table, "", f"{_counts('n =', counts)} questions per cell and seed."]))
 
-    p-values are corrected by Holm's method over the rows of a column.
+
+def differences(settings: Mapping[str, Any]) -> Output:
+    """Arms against one arm. Settings: data, baseline, columns (label: measure), rows (label: arm or runs), where, over.
+
+    A row may name its own baseline: {arm: …, against: …}. p-values are corrected by Holm's method over the rows of a
+    column. `over: questions` leaves the variation between seeds out.
     """
     data, where = settings["data"], settings.get("where")
-    baseline = select(data, settings["baseline"], where)
-    rows = {label: select(data, names, where) for label, names in labeled(settings, "rows").items()}
+    rows: dict[str, tuple[BySeed, BySeed]] = {}
+    for label, given in labeled(settings, "rows").items():
+        arm, against = (given["arm"], given["against"]) if isinstance(given, dict) else (given, settings["baseline"])
+        rows[label] = select(data, arm, where), select(data, against, where)
     cells: dict[str, list[str]] = {label: [] for label in rows}
-    head, seeds, counts = [settings.get("head", "arm")], dict.fromkeys(rows, 0), []
+    head, found = [settings.get("head", "arm")], []
     for title, name in labeled(settings, "columns").items():
-        measure = measure_of(name, [baseline, *rows.values()])
-        found = {
-            label: difference_interval(contributions_of(arm, baseline, measure), bounded=is_bounded(measure))
-            for label, arm in rows.items()
-        }
-        corrected = holm([None if one is None else one.p for one in found.values()])
-        for (label, one), p in zip(found.items(), corrected, strict=True):
+        measure = measure_of(name, [by_seed for pair in rows.values() for by_seed in pair])
+        column = [_difference(*pair, measure, settings.get("over")) for pair in rows.values()]
+        corrected = holm([None if one is None else one.p for one in column])
+        for label, one, p in zip(rows, column, corrected, strict=True):
             cells[label] += [show_difference(one, measure), show_p(p)]
-            seeds[label] = max(seeds[label], one.seeds if one else 0)
-            counts += [one.questions] if one else []
         head += [title, "p"]
-    table = markdown_lines([*head, "seeds"], [[label, *cells[label], str(seeds[label])] for label in rows])
-    return Output(text="\n".join([*table, "", f"{_counts('n =', counts)} pairs of questions or windows."]))
+        found.append(column)
+    seeds = [str(seeds_of(row)) for row in zip(*found, strict=True)]
+    lines = [[label, *cells[label], count] for label, count in zip(rows, seeds, strict=True)]
+    counts = [one.questions for column in found for one in column if one is not None]
+    note = f"{_counts('n =', counts)} pairs of questions or windows."
+    return Output(text="\n".join([*markdown_lines([*head, "seeds"], lines), "", note]))
+
+
+def _difference(arm: BySeed, against: BySeed, measure: Measure, over: str | None) -> Interval | None:
+    pairs = contributions_of(arm, against, measure)
+    bounded = is_bounded(measure)
+    if over is None:
+        return difference_interval(pairs, bounded=bounded)
+    if over != "questions":
+        raise ConfigError(f"over = {over}: use `questions`, or leave it out to include the variation between seeds.")
+    value, test = difference(pairs), over_prompts(pairs, bounded=bounded)
+    return (
+        None
+        if value is None
+        else Interval(value=value, low=test.low, high=test.high, p=test.p, seeds=len(pairs), questions=test.n)
+    )
 
 
 def figure(settings: Mapping[str, Any]) -> Output:
@@ -313,16 +352,29 @@ def inventory(settings: Mapping[str, Any]) -> Output:
         runs = runs_of(data)
         suites = sorted({part.suite for run in runs for part in _answers(data, run.name, "{}")})
         size = sum(path.stat().st_size for run in runs for path in run.folder.iterdir())
-        arms = len({run.arm for run in runs})
-        answers = sum(len(run.samples) for run in runs)
-        rows.append(
-            [f"`{data}`", str(arms), str(len(runs)), join_words(suites), f"{answers:,}", f"{size / 1000:,.0f} KB"]
-        )
-    return Output(text="\n".join(markdown_lines(["folder", "arms", "runs", "suites", "samples", "size"], rows)))
+        arms, answers = len({run.arm for run in runs}), sum(len(run.samples) for run in runs)
+        spent = [seconds for run in runs if (seconds := _seconds(run)) is not None]
+        minutes = f"{sum(spent) / 60:,.0f}" if len(spent) == len(runs) else MISSING
+        numbers = [str(arms), str(len(runs)), join_words(suites), f"{answers:,}", f"{size / 1000:,.0f} KB", minutes]
+        rows.append([f"`{data}`", *numbers])
+    head = ["folder", "arms", "runs", "suites", "answers", "size", "minutes"]
+    note = "minutes: training and scoring of all runs, where they were kept."
+    return Output(text="\n".join([*markdown_lines(head, rows), "", note]))
+
+
+def _seconds(run: Run) -> float | None:
+    """Return the seconds of the stages and scores of an arm; None if they were not kept."""
+    path = run.folder / FACTS
+    if not path.is_file():
+        return None
+    facts = json.loads(path.read_text(encoding="utf-8"))
+    steps = [f"scores/{facts['stage']}", *(f"stages/{name}" for name in facts["stages"])]
+    return float(sum(facts["seconds"].get(step, 0.0) for step in steps))
 
 
 BLOCKS: dict[str, Callable[[Mapping[str, Any]], Output]] = {
     "scores": scores,
+    "tasks": tasks,
     "differences": differences,
     "figure": figure,
     "claims": claims,

@@ -84,13 +84,27 @@ def _write_run(run: Path, loaded: LoadedRecipe, stage: str, out: Path) -> None:
         path.unlink()
     for suite, samples in by_suite.items():
         _write_lines(out / f"{suite}.jsonl.gz", samples)
-    names = [] if stage == BASE else [one.name for one in loaded.recipe.stages]
-    names = names[: names.index(stage) + 1] if names else []
-    log = [{"stage": name} | line for name in names for line in _log(run / "stages" / name / "metrics.jsonl")]
+    log = [
+        {"stage": name} | line
+        for name in _stages(loaded, stage)
+        for line in _log(run / "stages" / name / "metrics.jsonl")
+    ]
     if log:
         _write_lines(out / LOG, log)
     write_atomic(out / RECIPE, _recipe_text(loaded))
     write_atomic(out / FACTS, json.dumps(_facts(run, loaded, stage), indent=1) + "\n")
+
+
+def _stages(loaded: LoadedRecipe, last: str) -> list[str]:
+    """Return the stages that lead from the base model to this one."""
+    stages = loaded.recipe.stages
+    before = {stage.name: BASE if at == 0 else stages[at - 1].name for at, stage in enumerate(stages)}
+    before |= {stage.name: stage.init for stage in stages if stage.init != "previous"}
+    found: list[str] = []
+    while last != BASE:
+        found.insert(0, last)
+        last = before[last]
+    return found
 
 
 def _log(path: Path) -> list[dict[str, Any]]:
@@ -120,6 +134,7 @@ def _facts(run: Path, loaded: LoadedRecipe, stage: str) -> dict[str, Any]:
     texts = {_without_folder(name): digest for name, digest in (inputs.get("text") or {}).items()}
     return {
         "stage": stage,
+        "stages": _stages(loaded, stage),
         "original_context": notes.get("original_context"),
         "versions": notes.get("versions", {}),
         "seconds": notes.get("seconds", {}),
