@@ -253,7 +253,8 @@ def line_picture(title: str, series: Sequence[Series], frame: Frame) -> str:
         parts += [element("g", key, class_=f"m{one.style % len(COLORS)}"), text(x + 31, y, one.label)]
     top = 48 + -(-len(series) // columns) * 20.0 - 8
     parts.append(group(top, sized(line_chart(series, frame), WIDTH, HEIGHT)))
-    return picture(top + HEIGHT + 10, title, *parts)
+    parts.append(text(14, top + HEIGHT + 18, "Vertical bars: 95% intervals."))
+    return picture(top + HEIGHT + 32, title, *parts)
 
 
 def claims(settings: Mapping[str, Any]) -> Output:
