@@ -48,7 +48,7 @@ def test_a_changed_number_and_a_changed_figure_are_found(tmp_path, monkeypatch):
         ("tables\n-->\n<!-- end results -->", "block tables: block 'tables' is not known"),
         (
             "scores\ndata: smollm2-32k/study\n-->\n<!-- end results -->",
-            "block scores: the setting 'columns' is missing",
+            "block scores: the setting 'rows' is missing",
         ),
         (
             "scores\ndata: smollm2-32k/study\ncolumns: [niah/32K]\nrows: [abff]\n-->\n<!-- end results -->",

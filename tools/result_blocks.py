@@ -27,7 +27,7 @@ from unspool.studies.arm_scores import Answers, Measure, contributions_of
 from unspool.studies.claims import Finding, judge, read_claims
 from unspool.studies.metric_agreement import rank_agreement
 from unspool.studies.raw_results import FACTS, Run, read_runs
-from unspool.studies.raw_scores import answers_of, find_measure, is_bounded
+from unspool.studies.raw_scores import find_measure, select_answers
 from unspool.studies.two_level import Interval, arm_interval, difference_interval
 
 RESULTS = Path(__file__).parents[1] / "docs" / "results"
@@ -63,7 +63,7 @@ def select(data: str, names: str | Sequence[str], where: Mapping[str, Any] | Non
 @cache
 def _answers(data: str, run: str, where: str) -> Answers:
     samples = next(one.samples for one in runs_of(data) if one.name == run)
-    return answers_of(samples, literal_eval(where))
+    return select_answers(samples, literal_eval(where))
 
 
 def measure_of(name: str, arms: Sequence[BySeed]) -> Measure:
@@ -87,7 +87,7 @@ def show(found: Interval | None, measure: Measure) -> str:
     """Format a value with its interval: `52% (37–67)`, or `2.97 ±0.17` for a loss."""
     if found is None:
         return MISSING
-    if not is_bounded(measure):
+    if not measure.is_bounded:
         half = (
             None if found.low is None or found.high is None else max(found.value - found.low, found.high - found.value)
         )
@@ -101,7 +101,7 @@ def show_difference(found: Interval | None, measure: Measure) -> str:
     """Format a difference with its interval, in points or in the measure's unit: `+12.5 (3.1 to 21.9)`."""
     if found is None:
         return MISSING
-    scale, digits = (100, 1) if is_bounded(measure) else (1, 3)
+    scale, digits = (100, 1) if measure.is_bounded else (1, 3)
     value = format_signed(scale * found.value, digits) if round(scale * found.value, digits) else f"{0:.{digits}f}"
     if found.low is None or found.high is None:
         return value
@@ -125,23 +125,30 @@ def _counts(name: str, counts: Sequence[int]) -> str:
 
 
 def scores(settings: Mapping[str, Any]) -> Output:
-    """Arms by measures. Settings: data, columns (label: measure), rows (label: arm or runs), where, transpose."""
-    data, where = settings["data"], settings.get("where")
-    columns, rows = labeled(settings, "columns"), labeled(settings, "rows")
-    arms = {label: select(data, names, where) for label, names in rows.items()}
-    measures = {label: measure_of(name, list(arms.values())) for label, name in columns.items()}
-    lines, counts = [], []
-    for label, by_seed in arms.items():
-        found = [arm_interval(by_seed, one, bounded=is_bounded(one)) for one in measures.values()]
-        counts += [one.questions // one.seeds for one in found if one is not None]
-        several = f", {seeds_of(found)} seeds" if seeds_of(found) > 1 else ""
-        cells = [show(one, measure) for one, measure in zip(found, measures.values(), strict=True)]
-        lines.append([label + several, *cells])
-    lines.insert(0, [settings.get("head", "arm"), *columns])
+    """Arms by measures. Settings: data, columns (label: measure), rows (label: arm or runs), where, transpose.
+
+    A column may select questions of its own: {measure: niah/32K, where: {needle_wording: ship}}.
+    """
+    data, rows = settings["data"], labeled(settings, "rows")
+    lines, counts = {label: [label] for label in rows}, []
+    seeds = dict.fromkeys(rows, 0)
+    for given in labeled(settings, "columns").values():
+        column = given if isinstance(given, dict) else {"measure": given}
+        where = settings.get("where", {}) | column.get("where", {})
+        arms = {label: select(data, names, where) for label, names in rows.items()}
+        measure = measure_of(column["measure"], list(arms.values()))
+        for label, by_seed in arms.items():
+            found = arm_interval(by_seed, measure)
+            lines[label].append(show(found, measure))
+            seeds[label] = max(seeds[label], seeds_of([found]))
+            counts += [] if found is None else [found.questions // found.seeds]
+    for label, line in lines.items():
+        line[0] += f", {seeds[label]} seeds" if seeds[label] > 1 else ""
+    table = [[settings.get("head", "arm"), *labeled(settings, "columns")], *lines.values()]
     if settings.get("transpose"):
-        lines = [list(column) for column in zip(*lines, strict=True)]
-    table = markdown_lines(lines[0], lines[1:])
-    return Output(text="\n".join([*table, "", f"{_counts('n =', counts)} questions or windows per cell and seed."]))
+        table = [list(column) for column in zip(*table, strict=True)]
+    note = f"{_counts('n =', counts)} questions or windows per cell and seed."
+    return Output(text="\n".join([*markdown_lines(table[0], table[1:]), "", note]))
 
 
 def tasks(settings: Mapping[str, Any]) -> Output:
@@ -152,7 +159,7 @@ def tasks(settings: Mapping[str, Any]) -> Output:
         cells = []
         for length in settings["lengths"]:
             measure = measure_of(pattern.replace("/*", f"/{length}"), [by_seed])
-            found = arm_interval(by_seed, measure, bounded=is_bounded(measure))
+            found = arm_interval(by_seed, measure)
             cells.append(show(found, measure))
             counts += [] if found is None else [found.questions // found.seeds]
         lines.append([label, *cells])
@@ -190,7 +197,7 @@ def differences(settings: Mapping[str, Any]) -> Output:
 
 def _difference(arm: BySeed, against: BySeed, measure: Measure, over: str | None) -> Interval | None:
     pairs = contributions_of(arm, against, measure)
-    bounded = is_bounded(measure)
+    bounded = measure.is_bounded
     if over is None:
         return difference_interval(pairs, bounded=bounded)
     if over != "questions":
@@ -214,7 +221,7 @@ def figure(settings: Mapping[str, Any]) -> Output:
         points = []
         for length in lengths:
             measure = measure_of(settings["measure"].replace("*", format_size(length)), [by_seed])
-            found = arm_interval(by_seed, measure, bounded=True)
+            found = arm_interval(by_seed, measure)
             points.append(
                 Point(x=length, y=None)
                 if found is None
@@ -315,7 +322,7 @@ def agreement(settings: Mapping[str, Any]) -> Output:
     values: dict[str, dict[str, float]] = {}
     for label, name in columns.items():
         measure = measure_of(name, list(arms.values()))
-        means = {arm: arm_interval(by_seed, measure, bounded=is_bounded(measure)) for arm, by_seed in arms.items()}
+        means = {arm: arm_interval(by_seed, measure) for arm, by_seed in arms.items()}
         sign = -1 if measure.is_loss else 1
         values[label] = {arm: sign * one.value for arm, one in means.items() if one is not None}
     rows = []

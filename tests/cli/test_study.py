@@ -18,7 +18,7 @@ from unspool.models.location import ASSETS
 from unspool.studies.arm_comparison import over_prompts
 from unspool.studies.arm_scores import contributions_of
 from unspool.studies.raw_results import collect, read_runs
-from unspool.studies.raw_scores import answers_of, find_measure
+from unspool.studies.raw_scores import find_measure, select_answers
 from unspool.studies.two_level import arm_interval
 
 STUDY = """\
@@ -142,13 +142,13 @@ def test_collected_results_give_the_studys_numbers_without_its_folder(whole, tmp
 
     arms = {}
     for run in read_runs(tmp_path / "raw"):
-        arms.setdefault(run.arm, {})[run.seed] = answers_of(run.samples)
+        arms.setdefault(run.arm, {})[run.seed] = select_answers(run.samples)
     for table in json.loads((out / "study.json").read_text())["measures"]:
         if table["measure"] in ("score", "loss"):  # means of several measures
             continue
         measure = find_measure(table["measure"], arms["plain"][0])
         for arm, entry in table["arms"].items():
-            assert arm_interval(arms[arm], measure, bounded=False).value == pytest.approx(entry["mean"])
+            assert arm_interval(arms[arm], measure).value == pytest.approx(entry["mean"])
         for one in table["comparisons"]:
             pairs = contributions_of(arms[one["arm"]], arms[one["against"]], measure)
             found = over_prompts(pairs, bounded=not measure.is_loss)

@@ -15,7 +15,7 @@ from unspool.studies.arm_scores import Answer, Part
 from unspool.studies.claims import Claims, judge
 from unspool.studies.metric_agreement import rank_agreement
 from unspool.studies.raw_results import read_runs
-from unspool.studies.raw_scores import answers_of, find_measure
+from unspool.studies.raw_scores import find_measure, select_answers
 from unspool.studies.two_level import arm_interval, parts_of
 
 K = 1024
@@ -57,13 +57,14 @@ def test_a_damaged_line_is_named(tmp_path):
 
 def test_questions_are_chosen_by_their_fields():
     lines = [sample("niah", at, 1.0, needle_wording=name) for at, name in enumerate(("magic", "ship", "locker"))]
-    found = answers_of(lines, {"needle_wording": ["ship", "locker"]})
-    assert set(found[Part("niah", None, 4 * K)]) == {"niah1", "niah2"}
+    for where in ({"needle_wording": ["ship", "locker"]}, {"index": {"from": 1, "to": 2}}):
+        assert set(select_answers(lines, where)[Part("niah", None, 4 * K)]) == {"niah1", "niah2"}
+    assert set(select_answers(lines, {"needle_wording": "ship"})[Part("niah", None, 4 * K)]) == {"niah1"}
 
 
 def test_questions_on_one_context_are_one_prompt_and_missing_scores_are_no_zeros():
     lines = [sample("niah", at, score, context="c") for at, score in enumerate((1.0, 0.0, None))]
-    assert answers_of(lines) == {
+    assert select_answers(lines) == {
         Part("niah", None, 4 * K): {"niah0": Answer("niah c", 1.0), "niah1": Answer("niah c", 0.0)}
     }
 
@@ -79,9 +80,9 @@ def test_recovery_is_the_ratio_of_mean_gains_and_its_error_that_of_the_ratio():
     rng = np.random.default_rng(0)
     possible = rng.uniform(0.5, 2, size=40)
     lines = [mrcr(at, 5 - one * rng.normal(0.6, 0.2), 5.0, 5.0 - one) for at, one in enumerate(possible.tolist())]
-    answers = answers_of(lines)
+    answers = select_answers(lines)
     measure = find_measure("mrcr/4K", answers)
-    found = arm_interval({0: answers}, measure, bounded=False)
+    found = arm_interval({0: answers}, measure)
     cell = recovery([one["losses_by_context"] for one in lines])
     assert found.value == pytest.approx(cell["value"])
     assert (found.low, found.high) == pytest.approx((cell["low"], cell["high"]), abs=0.015), "the suite's bootstrap"
@@ -92,7 +93,7 @@ def test_recovery_is_the_ratio_of_mean_gains_and_its_error_that_of_the_ratio():
 def test_longppl_weights_windows_by_their_key_tokens():
     lines = [sample("longppl", 0, 2.0, key_tokens=30), sample("longppl", 1, 4.0, key_tokens=10)]
     lines.append(sample("longppl", 2, None, key_tokens=0))
-    answers = answers_of(lines)
+    answers = select_answers(lines)
     assert sum(parts_of(answers, find_measure("longppl/4K", answers)).values()) == pytest.approx(2.5)
 
 
@@ -116,7 +117,7 @@ def test_measures_by_name():
     lines += [sample("helmet", 20 + at, score, task=task) for at, (task, score) in enumerate(
         {"json_kv": 1.0, "nq": 0.2, "hotpotqa": 0.4}.items()
     )]  # fmt: skip
-    answers = answers_of(lines)
+    answers = select_answers(lines)
 
     def value(name):
         return sum(parts_of(answers, find_measure(name, answers)).values())
@@ -161,7 +162,7 @@ def arm(right, *, n=100, seeds=3, suite="niah"):
         seed: [sample(suite, 1000 * seed + at, float((at * 7 + seed) % n < right * n)) for at in range(n)]
         for seed in range(seeds)
     }
-    return {seed: answers_of(each) for seed, each in lines.items()}
+    return {seed: select_answers(each) for seed, each in lines.items()}
 
 
 @pytest.mark.parametrize(

@@ -127,26 +127,26 @@ def run(*by_part):
 
 
 def test_one_arm_with_one_seed_has_wilsons_interval():
-    one = arm_interval({0: run([1] * 7 + [0] * 13)}, NEAR, bounded=True)
+    one = arm_interval({0: run([1] * 7 + [0] * 13)}, NEAR)
     wilson = stats.binomtest(7, 20).proportion_ci(0.95, "wilson")
     assert (one.value, one.low, one.high) == pytest.approx((0.35, wilson.low, wilson.high), abs=1e-4)
 
 
 def test_lengths_are_fixed_so_their_squared_errors_add_up():
-    one = arm_interval({0: run([1] * 10 + [0] * 10, [1] * 10 + [0] * 10)}, MEASURE, bounded=True)
-    single = arm_interval({0: run([1] * 10 + [0] * 10)}, NEAR, bounded=True)
+    one = arm_interval({0: run([1] * 10 + [0] * 10, [1] * 10 + [0] * 10)}, MEASURE)
+    single = arm_interval({0: run([1] * 10 + [0] * 10)}, NEAR)
     assert one.high - one.value == pytest.approx((single.high - single.value) / math.sqrt(2))
 
 
 def test_an_arm_that_never_succeeds_still_has_an_interval():
-    one = arm_interval({seed: run([0] * 20) for seed in range(3)}, NEAR, bounded=True)
+    one = arm_interval({seed: run([0] * 20) for seed in range(3)}, NEAR)
     assert (one.value, one.low) == (0, 0) and one.high > 0.1, "the three seeds share their 20 questions"
 
 
 def test_a_seed_without_one_of_the_lengths_does_not_count():
-    one = arm_interval({0: run([1, 0], [0, 0]), 1: run([1, 1])}, MEASURE, bounded=True)
+    one = arm_interval({0: run([1, 0], [0, 0]), 1: run([1, 1])}, MEASURE)
     assert (one.seeds, one.value) == (1, pytest.approx(0.25))
-    assert arm_interval({0: run([1])}, MEASURE, bounded=True) is None
+    assert arm_interval({0: run([1])}, MEASURE) is None
 
 
 # Coverage

@@ -18,7 +18,7 @@ from unspool.core.errors import ConfigError
 from unspool.core.stats import ALPHA
 from unspool.studies.arm_comparison import holm
 from unspool.studies.arm_scores import Answers, Measure, contributions_of
-from unspool.studies.raw_scores import find_measure, is_bounded
+from unspool.studies.raw_scores import find_measure
 from unspool.studies.schema import Margin
 from unspool.studies.two_level import Interval, difference_interval
 
@@ -102,7 +102,7 @@ def _measure(claims: Claims, claim: Claim, metric: str, results: Mapping[str, By
         if measure is None:
             continue
         contributions = contributions_of(dict(first), dict(second), measure)
-        interval = difference_interval(contributions, bounded=is_bounded(measure))
+        interval = difference_interval(contributions, bounded=measure.is_bounded)
         if interval is not None:
             questions = min(_fewest(first[seed], second[seed], measure) for seed in contributions)
             return Finding(claim=claim, metric=metric, measure=measure, interval=interval, questions=questions)

@@ -8,56 +8,27 @@ from unspool.core.config import did_you_mean
 from unspool.core.errors import ConfigError
 from unspool.core.sizes import parse_size
 from unspool.evals.suites import SUITES
-from unspool.studies.arm_scores import Answer, Answers, Measure, Part, by_category, mean_of
+from unspool.studies.arm_scores import Answers, Measure, Part, answers_of, by_category, mean_of
 from unspool.studies.raw_results import Sample
 
 OLD_NAMES = {"loss": "perplexity"}  # suites by the names that older results have
-UNBOUNDED = ("mrcr",)  # suites whose scores are not between 0 and 1
-Where = Mapping[str, Sequence[Any]]  # field of a sample: its allowed values
+Where = Mapping[str, Any]  # field of a sample: its value, a list of values, or a range {from: …, to: …}
 
 
-def answers_of(samples: Sequence[Sample], where: Where | None = None) -> Answers:
+def select_answers(samples: Iterable[Sample], where: Where | None = None) -> Answers:
     """Return scores by task, length and question, of the samples whose fields have the values in `where`."""
-    answers: Answers = {}
-    ratios: dict[Part, dict[str, tuple[str, float, float]]] = {}
-    for sample in samples:
-        if any(sample.get(key) not in values for key, values in (where or {}).items()):
-            continue
-        suite = str(OLD_NAMES.get(sample["suite"], sample["suite"]))
-        length, key = sample["length"], sample["hash"]
-        prompt = f"{suite} {sample.get('context') or key}"
-        part = Part(suite, sample.get("task"), length)
-        if "losses" in sample:
-            for bucket in sample["losses"]:
-                if bucket["value"] is not None:
-                    span = Part(suite, None, length, bucket["from"], bucket["to"])
-                    answers.setdefault(span, {})[key] = Answer(prompt, bucket["value"])
-        elif "losses_by_context" in sample:
-            losses = sample["losses_by_context"]
-            gained, possible = losses["query"] - losses["full"], losses["query"] - losses["oracle"]
-            ratios.setdefault(part, {})[key] = (prompt, gained, possible)
-        elif "key_tokens" in sample:
-            tokens = sample["key_tokens"]
-            ratios.setdefault(part, {})[key] = (prompt, (sample["score"] or 0.0) * tokens, tokens)
-        elif sample["score"] is not None:
-            answers.setdefault(part, {})[key] = Answer(prompt, sample["score"])
-    return answers | {part: found for part, group in ratios.items() if (found := _linearized(group))}
+    chosen = [
+        sample | {"suite": OLD_NAMES.get(sample["suite"], sample["suite"])}
+        for sample in samples
+        if "hash" in sample and all(_matches(sample.get(key), wanted) for key, wanted in (where or {}).items())
+    ]
+    return answers_of(chosen, lambda sample: str(sample.get("context") or sample["hash"]))
 
 
-def _linearized(group: Mapping[str, tuple[str, float, float]]) -> dict[str, Answer]:
-    """Return one value per question whose mean is the ratio of two sums, and whose spread is the ratio's.
-
-    The ratio R of sums is the value of LongPPL (loss per key token) and of MRCR (share of the possible gain). Its error
-    is that of the mean of R + (a − R·b)/mean(b), to first order.
-    """
-    total = sum(below for _, _, below in group.values())
-    if total <= 0:
-        return {}
-    ratio = sum(above for _, above, _ in group.values()) / total
-    scale = len(group) / total
-    return {
-        key: Answer(prompt, ratio + (above - ratio * below) * scale) for key, (prompt, above, below) in group.items()
-    }
+def _matches(value: Any, wanted: Any) -> bool:
+    if isinstance(wanted, Mapping):
+        return value is not None and bool(wanted["from"] <= value <= wanted["to"])
+    return value in wanted if isinstance(wanted, list) else bool(value == wanted)
 
 
 def find_measure(name: str, known: Iterable[Part]) -> Measure | None:
@@ -106,8 +77,3 @@ def _span(name: str, start: int, stop: int, known: Sequence[Part]) -> Measure | 
     tokens = [(part.stop or 0) - max(1, part.start or 0) for part in parts]
     weights = tuple((count / sum(tokens), part) for count, part in zip(tokens, parts, strict=True))
     return Measure(name=name, suite=parts[0].suite, task=None, parts=weights) if parts else None
-
-
-def is_bounded(measure: Measure) -> bool:
-    """Return whether single scores are between 0 and 1."""
-    return not measure.is_loss and measure.suite not in UNBOUNDED

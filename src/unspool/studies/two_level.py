@@ -88,7 +88,7 @@ def difference_interval(contributions: Contributions, *, bounded: bool) -> Inter
     return Interval(value=value, low=low, high=high, p=p, seeds=len(contributions), questions=prompts.n)
 
 
-def arm_interval(by_seed: Mapping[int, Answers], measure: Measure, *, bounded: bool) -> Interval | None:
+def arm_interval(by_seed: Mapping[int, Answers], measure: Measure) -> Interval | None:
     """Return the mean of one arm over its seeds; None if no seed was measured."""
     found = {
         seed: parts_of(answers, measure)
@@ -98,12 +98,12 @@ def arm_interval(by_seed: Mapping[int, Answers], measure: Measure, *, bounded: b
     value = difference(found)
     if value is None:
         return None
-    low, high = _over_questions([by_seed[seed] for seed in found], measure, value, bounded=bounded)
+    low, high = _over_questions([by_seed[seed] for seed in found], measure, value)
     if len(found) > 1 and low is not None and high is not None:
         error, degrees = seed_variance(found)
         half = t_quantile(degrees) * math.sqrt(error)
         low, high = min(low, value - half), max(high, value + half)
-    if bounded and low is not None and high is not None:
+    if measure.is_bounded and low is not None and high is not None:
         low, high = max(0.0, low), min(1.0, high)
     questions = len({prompt for prompts in found.values() for prompt in prompts})
     return Interval(value=value, low=low, high=high, seeds=len(found), questions=questions)
@@ -118,13 +118,11 @@ def parts_of(answers: Answers, measure: Measure) -> dict[str, float]:
     return prompts
 
 
-def _over_questions(
-    runs: Sequence[Answers], measure: Measure, value: float, *, bounded: bool
-) -> tuple[float | None, float | None]:
+def _over_questions(runs: Sequence[Answers], measure: Measure, value: float) -> tuple[float | None, float | None]:
     """Return the interval over questions: tasks and lengths are fixed, so their squared distances add up."""
     below = above = 0.0
     for weight, part in measure.parts:
-        low, mean, high = _part_interval(runs, part, bounded=bounded)
+        low, mean, high = _part_interval(runs, part, bounded=measure.is_bounded)
         if low is None or high is None:
             return None, None
         below += (weight * (mean - low)) ** 2

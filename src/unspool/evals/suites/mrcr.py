@@ -149,6 +149,10 @@ class MRCRSuite(Suite):
     def needs_losses(self) -> bool:
         return True
 
+    def ratio_of(self, sample: Sample) -> tuple[float, float]:
+        losses = sample["losses_by_context"]
+        return losses["query"] - losses["full"], losses["query"] - losses["oracle"]
+
     def plan(self, config: MRCREval, inputs: PlanInputs) -> "PlannedConversations":
         return PlannedConversations(self, config, inputs)
 
@@ -253,6 +257,7 @@ SUITE = MRCRSuite(
     title="MRCR recovery",
     config=MRCREval,
     measure="score",
+    is_ratio=True,
     version=1,
     heldout=lambda config: Heldout(config.text, 2 * max(config.lengths)),
 )
