@@ -35,7 +35,7 @@ def test_a_changed_number_and_a_changed_figure_are_found(tmp_path, monkeypatch):
     changed = tmp_path / page.name
     changed.write_text(text.replace("20% (10–35)", "21% (10–35)", 1))
     assert [path for path, _ in results.outdated([changed])] == [changed]
-    monkeypatch.setattr("result_blocks.IMAGES", tmp_path)
+    monkeypatch.setattr("result_figures.IMAGES", tmp_path)
     changed.write_text(text)
     assert {path.suffix for path, _ in results.outdated([changed])} == {".svg"}
     assert results.main([str(changed), "--check"]) == 1
@@ -132,3 +132,72 @@ def test_a_figure_is_readable_on_a_phone_and_on_dark_pages(name):
     assert root.findall(".//{*}rect")[0].attrib["fill"] == "#fff", "no background of its own"
     assert all(0 <= float(one.attrib["y"]) <= height for one in root.iter("{http://www.w3.org/2000/svg}text"))
     assert not re.search(r"<script|href=|@import|url\(|\bon\w+=", drawn)
+
+
+# Blocks on made-up data
+
+
+@pytest.fixture
+def made_up(tmp_path, monkeypatch) -> str:
+    """Two arms with three seeds, two wordings of needles, and a short task."""
+    monkeypatch.setattr("result_data.RESULTS", tmp_path)
+    for arm, right in (("plain", 4), ("better", 16)):
+        for seed in range(3):
+            lines = [
+                {"suite": "niah", "length": 4 * K, "hash": f"{seed}-{at}", "score": float(at % 20 < right)}
+                | {"depth": at % 20 / 20, "needle_wording": "ship" if at < 20 else "magic"}
+                for at in range(40)
+            ]
+            cell = {"task": "piqa", "value": 0.5 + seed / 100, "low": 0.45, "high": 0.55, "n": 400}
+            lines.append({"suite": "short", "task": "piqa", "length": 0, "cells": [cell]})
+            folder = tmp_path / tmp_path.name / f"{arm}-s{seed}"
+            folder.mkdir(parents=True)
+            (folder / "niah.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+            facts = {"stage": "train", "stages": ["train"], "seconds": {"stages/train": 90.0, "scores/train": 10.0}}
+            (folder / "run.json").write_text(json.dumps(facts))
+    return tmp_path.name  # answers are cached by the folder's name
+
+
+def made(kind: str, **settings) -> list[list[str]]:
+    """Cells of a block's table, without the line below the head."""
+    table = [line for line in results.BLOCKS[kind](settings).text.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in (table[0], *table[2:])]
+
+
+def test_rows_say_how_many_seeds_and_columns_may_select_questions(made_up):
+    ships = {"measure": "niah/4K", "where": {"needle_wording": "ship"}}
+    late = {"measure": "niah/4K", "where": {"depth": {"from": 0.75, "to": 1}}}
+    columns = {"all": "niah/4K", "ships": ships, "late": late}
+    found = made("scores", data=made_up, columns=columns, rows=["plain", "better-s1"])
+    assert [row[0] for row in found] == ["arm", "plain, 3 seeds", "better-s1"]
+    wilson = stats.binomtest(24, 120).proportion_ci(0.95, "wilson")
+    assert found[1][1] == f"20% ({100 * wilson.low:.0f}–{100 * wilson.high:.0f})", "all seeds agree: over questions"
+    assert found[1][3].startswith("0% (") and found[2][3].startswith("20% (")
+    turned = made("scores", data=made_up, columns=columns, rows=["plain", "better-s1"], transpose=True)
+    assert [list(row) for row in zip(*turned, strict=True)] == found
+
+
+def test_differences_are_against_the_baseline_or_the_row_s_own(made_up):
+    rows = {"better": "better", "back": {"arm": "plain", "against": "better"}}
+    found = made("differences", data=made_up, baseline="plain", columns={"needles": "niah/4K"}, rows=rows)
+    assert [row[1].split()[0] for row in found[1:]] == ["+60.0", "−60.0"]
+    assert [row[3] for row in found[1:]] == ["3", "3"]
+    with pytest.raises(results.ConfigError, match="over = seeds: use `questions`"):
+        made("differences", data=made_up, baseline="plain", over="seeds", columns=["niah/4K"], rows=["better"])
+
+
+def test_short_tasks_have_the_wider_of_both_intervals(made_up):
+    half = 4.3027 * 0.01 / math.sqrt(3)
+    found = made("short", data=made_up, rows=["plain", "plain-s0"], tasks=["piqa"])
+    assert found[1] == ["plain, 3 seeds", "51.0% ±5.0", "51.0% ±5.0"] and half < 0.05
+    assert found[2] == ["plain-s0", "50.0% ±5.0", "50.0% ±5.0"]
+
+
+def test_the_inventory_counts_arms_runs_and_minutes(made_up):
+    (_, row) = made("inventory", data=[made_up])
+    assert row[:4] == [f"`{made_up}`", "2", "6", "niah and short"] and row[6] == "10"
+
+
+def test_a_row_is_one_arm(made_up):
+    with pytest.raises(results.ConfigError, match="has several runs with one seed; a row is one arm"):
+        made("scores", data=made_up, columns=["niah/4K"], rows={"both": ["plain", "better"]})

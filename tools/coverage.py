@@ -17,6 +17,7 @@ import csv
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from scipy.special import expit
@@ -92,7 +93,7 @@ def bootstrap(gains: np.ndarray, rng: np.random.Generator, *, shared: bool) -> t
     return float(low), float(high)
 
 
-def intervals(gains: np.ndarray, rng: np.random.Generator, *, shared: bool) -> dict[str, tuple[float, float]]:
+def intervals(gains: np.ndarray, rng: np.random.Generator, *, shared: bool) -> dict[str, tuple[Any, Any]]:
     k, n = gains.shape
     found = {
         seed: {f"{0 if shared else seed}-{at}": float(gain) / n for at, gain in enumerate(gains[seed])}

@@ -6,122 +6,40 @@ otherwise (`unspool.studies.two_level`).
 
 import csv
 import json
-from ast import literal_eval
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
-from markupsafe import Markup
-
-from pictures import COLORS, WIDTH, group, picture, sized, text
-from unspool.core.charts import HEIGHT, Frame, Point, Series, line_chart, marker
+from result_data import (
+    RESULTS,
+    BySeed,
+    Output,
+    answers_of_run,
+    labeled,
+    measure_of,
+    runs_named,
+    runs_of,
+    seeds_of,
+    select,
+    show,
+    show_counts,
+    show_difference,
+    show_p,
+)
+from result_figures import figure
 from unspool.core.errors import ConfigError
 from unspool.core.formatting import MISSING, format_signed, join_words
-from unspool.core.html import element, svg_line
-from unspool.core.sizes import format_size, parse_size
+from unspool.core.stats import t_quantile
 from unspool.core.table import markdown_lines
 from unspool.studies.arm_comparison import difference, holm, over_prompts
-from unspool.studies.arm_scores import Answers, Measure, contributions_of
+from unspool.studies.arm_scores import Measure, contributions_of
 from unspool.studies.claims import Finding, judge, read_claims
 from unspool.studies.metric_agreement import rank_agreement
-from unspool.studies.raw_results import FACTS, Run, read_runs
-from unspool.studies.raw_scores import find_measure, select_answers
+from unspool.studies.raw_results import FACTS, Run
+from unspool.studies.raw_scores import OLD_NAMES
 from unspool.studies.two_level import Interval, arm_interval, difference_interval
-
-RESULTS = Path(__file__).parents[1] / "docs" / "results"
-IMAGES = RESULTS.parent / "images"
-BySeed = dict[int, Answers]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Output:
-    text: str
-    figures: Mapping[Path, str] = field(default_factory=dict)
-
-
-# Data
-
-
-@cache
-def runs_of(data: str) -> list[Run]:
-    return read_runs(RESULTS / data)
-
-
-def select(data: str, names: str | Sequence[str], where: Mapping[str, Any] | None = None) -> BySeed:
-    """Return the answers of an arm (all its seeds) or of single runs, by seed; `where` selects questions."""
-    wanted = [names] if isinstance(names, str) else list(names)
-    runs = runs_of(data)
-    found = {run.seed: _answers(data, run.name, repr(where or {})) for run in runs if {run.arm, run.name} & {*wanted}}
-    unknown = [name for name in wanted if name not in {*(run.arm for run in runs), *(run.name for run in runs)}]
-    if unknown:
-        raise ConfigError(f"{data} has no arm or run {', '.join(unknown)}; it has {', '.join(r.name for r in runs)}.")
-    return found
-
-
-@cache
-def _answers(data: str, run: str, where: str) -> Answers:
-    samples = next(one.samples for one in runs_of(data) if one.name == run)
-    return select_answers(samples, literal_eval(where))
-
-
-def measure_of(name: str, arms: Sequence[BySeed]) -> Measure:
-    """Return a measure that at least one of the arms has."""
-    found = find_measure(name, {part for by_seed in arms for answers in by_seed.values() for part in answers})
-    if found is None:
-        raise ConfigError(f"{name} was not measured in any of the rows.")
-    return found
-
-
-def labeled(settings: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """Return a setting that is a mapping from labels, or a list whose values are their own labels."""
-    given = settings[key]
-    return dict(given) if isinstance(given, dict) else {str(one): one for one in given}
-
-
-# Cells
-
-
-def show(found: Interval | None, measure: Measure) -> str:
-    """Format a value with its interval: `52% (37–67)`, or `2.97 ±0.17` for a loss."""
-    if found is None:
-        return MISSING
-    if not measure.is_bounded:
-        half = (
-            None if found.low is None or found.high is None else max(found.value - found.low, found.high - found.value)
-        )
-        return f"{found.value:.2f}" + ("" if half is None else f" ±{half:.2f}")
-    # Sums of parts are off by a last digit, which must not decide how a half is rounded.
-    value, low, high = (f"{round(100 * (one or 0.0), 9):.0f}" for one in (found.value, found.low, found.high))
-    return f"{value}% ({low}–{high})"
-
-
-def show_difference(found: Interval | None, measure: Measure) -> str:
-    """Format a difference with its interval, in points or in the measure's unit: `+12.5 (3.1 to 21.9)`."""
-    if found is None:
-        return MISSING
-    scale, digits = (100, 1) if measure.is_bounded else (1, 3)
-    value = format_signed(scale * found.value, digits) if round(scale * found.value, digits) else f"{0:.{digits}f}"
-    if found.low is None or found.high is None:
-        return value
-    low, high = (f"{scale * bound:.{digits}f}".replace("-", "−") for bound in (found.low, found.high))
-    return f"{value} ({low} to {high})"
-
-
-def show_p(p: float | None) -> str:
-    return MISSING if p is None else "<0.001" if p < 0.001 else f"{p:.3f}" if p < 0.1 else f"{p:.2f}"
-
-
-def seeds_of(found: Sequence[Interval | None]) -> int:
-    return max((one.seeds for one in found if one is not None), default=0)
-
-
-def _counts(name: str, counts: Sequence[int]) -> str:
-    return f"{name} {min(counts)}" if min(counts) == max(counts) else f"{name} {min(counts)} to {max(counts)}"
-
-
-# Blocks
 
 
 def scores(settings: Mapping[str, Any]) -> Output:
@@ -147,7 +65,7 @@ def scores(settings: Mapping[str, Any]) -> Output:
     table = [[settings.get("head", "arm"), *labeled(settings, "columns")], *lines.values()]
     if settings.get("transpose"):
         table = [list(column) for column in zip(*table, strict=True)]
-    note = f"{_counts('n =', counts)} questions or windows per cell and seed."
+    note = f"{show_counts('n =', counts)} questions or windows per cell and seed."
     return Output(text="\n".join([*markdown_lines(table[0], table[1:]), "", note]))
 
 
@@ -164,7 +82,43 @@ def tasks(settings: Mapping[str, Any]) -> Output:
             counts += [] if found is None else [found.questions // found.seeds]
         lines.append([label, *cells])
     table = markdown_lines([settings.get("head", "task"), *settings["lengths"]], lines)
-    return Output(text="\n".join([*table, "", f"{_counts('n =', counts)} questions per cell and seed."]))
+    return Output(text="\n".join([*table, "", f"{show_counts('n =', counts)} questions per cell and seed."]))
+
+
+def short(settings: Mapping[str, Any]) -> Output:
+    """lm-eval's short tasks by arm. Settings: data, rows (label: arm or runs), tasks.
+
+    Their questions are not kept, so intervals are lm-eval's for one seed. For several seeds, which share the questions,
+    Student's t over seeds is used where it is wider.
+    """
+    tasks, lines = settings["tasks"], []
+    for label, names in labeled(settings, "rows").items():
+        cells: dict[str, list[dict[str, Any]]] = {}
+        for run in runs_named(settings["data"], names):
+            for sample in run.samples:
+                for cell in sample.get("cells", []):
+                    if cell["value"] is not None and cell["low"] is not None:
+                        cells.setdefault(cell["task"], []).append(cell)
+        found = [_short(cells.get(task, [])) for task in tasks]
+        means = [one for one in found if one is not None]
+        whole = None
+        if len(means) == len(tasks):
+            half = math.sqrt(sum(one**2 for _, one in means)) / len(means)
+            whole = fmean(value for value, _ in means), half
+        count = max((len(cells.get(task, [])) for task in tasks), default=0)
+        shown = [MISSING if one is None else f"{100 * one[0]:.1f}% ±{100 * one[1]:.1f}" for one in [*found, whole]]
+        lines.append([label + (f", {count} seeds" if count > 1 else ""), *shown])
+    return Output(text="\n".join(markdown_lines([settings.get("head", "arm"), *tasks, "mean"], lines)))
+
+
+def _short(cells: Sequence[Mapping[str, Any]]) -> tuple[float, float] | None:
+    """Return mean and half of the interval of one task over seeds."""
+    if not cells:
+        return None
+    values = [cell["value"] for cell in cells]
+    half = fmean((cell["high"] - cell["low"]) / 2 for cell in cells)
+    over_seeds = t_quantile(len(values) - 1) * stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
+    return fmean(values), max(half, over_seeds)
 
 
 def differences(settings: Mapping[str, Any]) -> Output:
@@ -191,7 +145,7 @@ def differences(settings: Mapping[str, Any]) -> Output:
     seeds = [str(seeds_of(row)) for row in zip(*found, strict=True)]
     lines = [[label, *cells[label], count] for label, count in zip(rows, seeds, strict=True)]
     counts = [one.questions for column in found for one in column if one is not None]
-    note = f"{_counts('n =', counts)} pairs of questions or windows."
+    note = f"{show_counts('n =', counts)} pairs of questions or windows."
     return Output(text="\n".join([*markdown_lines([*head, "seeds"], lines), "", note]))
 
 
@@ -208,60 +162,6 @@ def _difference(arm: BySeed, against: BySeed, measure: Measure, over: str | None
         if value is None
         else Interval(value=value, low=test.low, high=test.high, p=test.p, seeds=len(pairs), questions=test.n)
     )
-
-
-def figure(settings: Mapping[str, Any]) -> Output:
-    """Score by length, by arm. Settings: data, file, title, measure (`niah/*`), lengths, rows (label: arm), where."""
-    data, where = settings["data"], settings.get("where")
-    rows = labeled(settings, "rows")
-    lengths = [parse_size(length) for length in settings["lengths"]]
-    series = []
-    for style, (label, names) in enumerate(rows.items()):
-        by_seed = select(data, names, where)
-        points = []
-        for length in lengths:
-            measure = measure_of(settings["measure"].replace("*", format_size(length)), [by_seed])
-            found = arm_interval(by_seed, measure)
-            points.append(
-                Point(x=length, y=None)
-                if found is None
-                else Point(
-                    x=length, y=found.value, low=found.low, high=found.high, tooltip=f"{label}: {found.value:.0%}"
-                )
-            )
-        series.append(Series(label=label, style=style, points=points))
-    frame = Frame(
-        label=settings["title"],
-        x_title="context length",
-        x_ticks=[(length, format_size(length)) for length in lengths],
-        show_y=lambda value: f"{value:.0%}",
-        log_x=True,
-        y_range=(0.0, 1.0),
-    )
-    path = IMAGES / settings["file"]
-    return Output(
-        text=f"![{settings['title']}](../images/{settings['file']})",
-        figures={path: line_picture(settings["title"], series, frame) + "\n"},
-    )
-
-
-MARKS = ".hit { fill: none; } .dot { stroke: #fff; stroke-width: 1; } .whisker { stroke-width: 1.6; } " + " ".join(
-    f".m{at} .dot {{ fill: {color}; }} .m{at} .whisker {{ stroke: {color}; }}" for at, color in enumerate(COLORS)
-)
-
-
-def line_picture(title: str, series: Sequence[Series], frame: Frame) -> str:
-    """Draw a line chart with a legend as a picture of its own, readable on light and dark pages."""
-    columns = 2
-    parts = [element("style", Markup(MARKS)), text(14, 24, title, "title")]
-    for at, one in enumerate(series):
-        x, y = 14 + at % columns * 200.0, 48 + at // columns * 20.0
-        key = svg_line(x, y - 4, x + 24, y - 4, "line") + marker(one.style, x + 12, y - 4)
-        parts += [element("g", key, class_=f"m{one.style % len(COLORS)}"), text(x + 31, y, one.label)]
-    top = 48 + -(-len(series) // columns) * 20.0 - 8
-    parts.append(group(top, sized(line_chart(series, frame), WIDTH, HEIGHT)))
-    parts.append(text(14, top + HEIGHT + 18, "Vertical bars: 95% intervals."))
-    return picture(top + HEIGHT + 32, title, *parts)
 
 
 def claims(settings: Mapping[str, Any]) -> Output:
@@ -290,7 +190,7 @@ def _judged(file: str) -> list[Finding]:
     for data in listed.data:
         arms = results.setdefault(data.folder, {})
         for run in runs_of(data.folder):
-            arms.setdefault(run.arm, {})[run.seed] = _answers(data.folder, run.name, "{}")
+            arms.setdefault(run.arm, {})[run.seed] = answers_of_run(data.folder, run.name, "{}")
     return judge(listed, results)
 
 
@@ -358,7 +258,7 @@ def inventory(settings: Mapping[str, Any]) -> Output:
     rows = []
     for data in settings["data"]:
         runs = runs_of(data)
-        suites = sorted({part.suite for run in runs for part in _answers(data, run.name, "{}")})
+        suites = sorted({OLD_NAMES.get(one["suite"], one["suite"]) for run in runs for one in run.samples})
         size = sum(path.stat().st_size for run in runs for path in run.folder.iterdir())
         arms, answers = len({run.arm for run in runs}), sum(len(run.samples) for run in runs)
         spent = [seconds for run in runs if (seconds := _seconds(run)) is not None]
@@ -383,6 +283,7 @@ def _seconds(run: Run) -> float | None:
 BLOCKS: dict[str, Callable[[Mapping[str, Any]], Output]] = {
     "scores": scores,
     "tasks": tasks,
+    "short": short,
     "differences": differences,
     "figure": figure,
     "claims": claims,

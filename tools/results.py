@@ -25,7 +25,8 @@ from pathlib import Path
 
 import yaml
 
-from result_blocks import BLOCKS, RESULTS, Output
+from result_blocks import BLOCKS
+from result_data import RESULTS, Output
 from unspool.core.artifacts import write_atomic
 from unspool.core.config import lookup
 from unspool.core.errors import ConfigError, UnspoolError

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from unspool.core.artifacts import publish
 from unspool.core.errors import ConfigError, DataError
 from unspool.evals.suites.mrcr import recovery
 from unspool.studies.arm_scores import Answer, Part
 from unspool.studies.claims import Claims, judge
 from unspool.studies.metric_agreement import rank_agreement
-from unspool.studies.raw_results import read_runs
+from unspool.studies.raw_results import collect, read_runs
 from unspool.studies.raw_scores import find_measure, select_answers
 from unspool.studies.two_level import arm_interval, parts_of
 
@@ -248,3 +249,71 @@ def test_the_interval_over_arms_holds_the_truth():
         (one,) = rank_agreement(values, "y")
         inside += one.low <= truth <= one.high
     assert 0.88 <= inside / 120 <= 0.99
+
+
+# Collecting
+
+
+RECIPE = """\
+name: two
+seed: 3
+model: org/name
+sources: {books: {kind: jsonl, path: data/*.jsonl}}
+datasets: {long: {from: books, seq_len: 4K, packing: concat}}
+stages:
+  - {name: first, context_length: 4K, mix: {long: 1}, tokens: 1M, batch_tokens: 16K, lr: 1e-5}
+  - {name: second, init: first, context_length: 4K, mix: {long: 1}, tokens: 1M, batch_tokens: 16K, lr: 1e-5}
+  - {name: other, init: base, context_length: 4K, mix: {long: 1}, tokens: 1M, batch_tokens: 16K, lr: 1e-5}
+evals: [{suite: niah, lengths: [4K]}]
+"""
+
+
+def scored_run(folder: Path) -> Path:
+    """A run of three stages, of which the second follows the first, without its source's files."""
+    folder.mkdir(parents=True)
+    (folder / "recipe.yaml").write_text(RECIPE)
+    (folder / "run.json").write_text(json.dumps({"seconds": {"stages/first": 5.0}, "versions": {"torch": "2"}}))
+    inputs = {"model": "m", "text": {f"{folder}/far/held-out.jsonl": "t"}}
+    for name in ("base", "first", "second", "other"):
+        with publish(folder / "scores" / name, kind="scores", inputs=inputs, settings={"evals": []}) as draft:
+            short = {"suite": "short", "task": "piqa", "length": 0, "cells": []}
+            lines = [sample("niah", 0, 1.0, prompt={"start": "x"}), short]
+            (draft.folder / "samples.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
+        if name != "base":
+            (folder / "stages" / name).mkdir(parents=True)
+            (folder / "stages" / name / "metrics.jsonl").write_text(json.dumps({"step": 1, "of": name}) + "\n")
+    with publish(folder / "corpus" / "books", kind="corpus", inputs={"files": "digest"}, settings={}):
+        pass
+    return folder
+
+
+def test_every_scored_stage_is_collected_with_the_log_of_the_stages_before_it(tmp_path):
+    scored_run(tmp_path / "study" / "arm-s3")
+    assert sorted(collect(tmp_path / "study", tmp_path / "raw")) == sorted(
+        ["base-s3", "arm.first-s3", "arm.second-s3", "arm-s3"]
+    )
+
+    def log(run):
+        path = tmp_path / "raw" / run / "log.jsonl.gz"
+        return [json.loads(line)["stage"] for line in gzip.decompress(path.read_bytes()).splitlines()]
+
+    assert (log("arm.second-s3"), log("arm-s3")) == (["first", "second"], ["other"])
+    assert not (tmp_path / "raw" / "base-s3" / "log.jsonl.gz").exists()
+    facts = json.loads((tmp_path / "raw" / "arm.second-s3" / "run.json").read_text())
+    assert facts["stages"] == ["first", "second"]
+    assert facts["inputs"] == {"model": "m", "texts": {"far/held-out.jsonl": "t"}, "sources": {"books": "digest"}}
+    (niah,) = gzip.decompress((tmp_path / "raw" / "arm-s3" / "niah.jsonl.gz").read_bytes()).splitlines()
+    assert "prompt" not in json.loads(niah), "seeds give every prompt again"
+    assert (tmp_path / "raw" / "arm-s3" / "short.jsonl.gz").exists()
+    assert list(select_answers(read_runs(tmp_path / "raw")[0].samples)) == [Part("niah", None, 4 * K)]
+
+
+def test_a_single_run_is_collected_by_its_stages(tmp_path):
+    scored_run(tmp_path / "run")
+    assert collect(tmp_path / "run", tmp_path / "raw") == ["base-s3", "first-s3", "second-s3", "other-s3"]
+
+
+def test_a_folder_without_scores_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="no scores found; name the folder of a study or of a run"):
+        collect(tmp_path, tmp_path / "raw")
+    assert not (tmp_path / "raw").exists()

@@ -75,8 +75,9 @@ def _write_run(run: Path, loaded: LoadedRecipe, stage: str, out: Path) -> None:
     by_suite: dict[str, list[Sample]] = {}
     for sample in _lines(scores / SAMPLES):
         # Questions on one context are one prompt; its name is needed only where it is not the question's own.
-        prompt = prompts.get(sample["hash"], "").partition(" ")[2]
-        own = {} if prompt in ("", sample["hash"]) else {"context": prompt}
+        question = sample.get("hash", "")  # short tasks have no questions
+        prompt = prompts.get(question, "").partition(" ")[2]
+        own = {} if prompt in ("", question) else {"context": prompt}
         kept = {key: value for key, value in sample.items() if key != "prompt"}  # an excerpt; seeds give all prompts
         by_suite.setdefault(sample["suite"], []).append(kept | own)
     out.mkdir(parents=True, exist_ok=True)
