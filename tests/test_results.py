@@ -148,6 +148,8 @@ def made_up(tmp_path, monkeypatch) -> str:
                 | {"depth": at % 20 / 20, "needle_wording": "ship" if at < 20 else "magic"}
                 for at in range(40)
             ]
+            spans = [{"from": 0, "to": 2 * K, "value": 3.0 + seed}, {"from": 2 * K, "to": 4 * K, "value": 2.0}]
+            lines += [{"suite": "loss", "length": 4 * K, "hash": f"w{at}", "losses": spans} for at in range(2)]
             cell = {"task": "piqa", "value": 0.5 + seed / 100, "low": 0.45, "high": 0.55, "n": 400}
             lines.append({"suite": "short", "task": "piqa", "length": 0, "cells": [cell]})
             folder = tmp_path / tmp_path.name / f"{arm}-s{seed}"
@@ -195,9 +197,23 @@ def test_short_tasks_have_the_wider_of_both_intervals(made_up):
 
 def test_the_inventory_counts_arms_runs_and_minutes(made_up):
     (_, row) = made("inventory", data=[made_up])
-    assert row[:4] == [f"`{made_up}`", "2", "6", "niah and short"] and row[6] == "10"
+    assert row[:4] == [f"`{made_up}`", "2", "6", "niah, perplexity and short"] and row[6] == "10"
 
 
 def test_a_row_is_one_arm(made_up):
     with pytest.raises(results.ConfigError, match="has several runs with one seed; a row is one arm"):
         made("scores", data=made_up, columns=["niah/4K"], rows={"both": ["plain", "better"]})
+
+
+def test_a_figure_has_a_point_for_each_arm_and_place(made_up):
+    settings = {"data": made_up, "file": "x.svg", "title": "T", "rows": ["plain", "better"]}
+    for measure, lengths, ticks in (
+        ("niah/*", ["4K"], {"0%", "100%", "4K", "context length"}),
+        ("perplexity/*", ["0-2K", "2K-4K"], {"0-2K", "2K-4K", "position"}),
+    ):
+        drawn = results.BLOCKS["figure"](settings | {"measure": measure, "lengths": lengths})
+        ((path, content),) = drawn.figures.items()
+        root = ET.fromstring(content)
+        assert path.name == "x.svg" and drawn.text == "![T](../images/x.svg)"
+        assert ticks <= {"".join(one.itertext()) for one in root.iter("{http://www.w3.org/2000/svg}text")}
+        assert content.count('class="hit"') == 2 * len(lengths)

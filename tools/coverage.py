@@ -29,7 +29,7 @@ OUT = Path(__file__).parents[1] / "docs" / "results" / "data" / "coverage.csv"
 METHODS = ("questions", "bootstrap", "t", "two-level")
 DRAWS = 1000
 DIFFICULTY, OWN_DIFFICULTY = 1.5, 0.5  # standard deviations of log-odds over questions
-ARMS = (-1.0, 0.5)  # levels of the two arms: 31% and 59% right without a spread over seeds
+ARMS = (-1.0, 0.5)  # levels of the two arms: 33% and 59% right
 COLLAPSE = -3.0  # shift of a seed that fails
 
 

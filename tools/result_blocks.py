@@ -195,8 +195,7 @@ def _judged(file: str) -> list[Finding]:
 
 
 def _finding(one: Finding, *, first: bool) -> list[str]:
-    note = f" ({one.claim.note})" if one.claim.note and one.interval else ""
-    paper = [f"{one.claim.claim}{note}", f"{one.claim.source}: {one.claim.theirs}"] if first else ["", ""]
+    paper = [one.claim.claim, f"{one.claim.source}: {one.claim.theirs}"] if first else ["", ""]
     if one.interval is None or one.measure is None:
         return [*paper, *[MISSING] * 5, one.verdict]
     verdict = f"{one.verdict}, exploratory" if one.exploratory else f"**{one.verdict}**"

@@ -6,40 +6,39 @@ from typing import Any
 from markupsafe import Markup
 
 from pictures import COLORS, WIDTH, group, picture, sized, text
-from result_data import IMAGES, Output, labeled, measure_of, select
+from result_data import IMAGES, Output, labeled, measure_of, select, show
 from unspool.core.charts import HEIGHT, Frame, Point, Series, line_chart, marker
 from unspool.core.html import element, svg_line
-from unspool.core.sizes import format_size, parse_size
+from unspool.core.sizes import parse_size
 from unspool.studies.two_level import arm_interval
 
 
 def figure(settings: Mapping[str, Any]) -> Output:
-    """Score by length, by arm. Settings: data, file, title, measure (`niah/*`), lengths, rows (label: arm), where."""
-    data, where = settings["data"], settings.get("where")
-    rows = labeled(settings, "rows")
-    lengths = [parse_size(length) for length in settings["lengths"]]
+    """Values by length or position, by arm. Settings: data, file, title, measure, lengths, rows (label: arm), where.
+
+    `*` in the measure stands for the length: niah/* with lengths [8K, 16K], perplexity/* with [4K-8K, 8K-16K].
+    """
+    data, where, lengths = settings["data"], settings.get("where"), [str(one) for one in settings["lengths"]]
+    arms = {label: select(data, names, where) for label, names in labeled(settings, "rows").items()}
+    places = {length: parse_size(length.rpartition("-")[2]) for length in lengths}  # a range ends at its place
+    measures = {one: measure_of(settings["measure"].replace("*", one), list(arms.values())) for one in lengths}
     series = []
-    for style, (label, names) in enumerate(rows.items()):
-        by_seed = select(data, names, where)
+    for style, (label, by_seed) in enumerate(arms.items()):
         points = []
-        for length in lengths:
-            measure = measure_of(settings["measure"].replace("*", format_size(length)), [by_seed])
+        for length, measure in measures.items():
             found = arm_interval(by_seed, measure)
-            points.append(
-                Point(x=length, y=None)
-                if found is None
-                else Point(
-                    x=length, y=found.value, low=found.low, high=found.high, tooltip=f"{label}: {found.value:.0%}"
-                )
-            )
+            if found is not None:
+                tooltip = f"{label}: {show(found, measure)}"
+                points.append(Point(x=places[length], y=found.value, low=found.low, high=found.high, tooltip=tooltip))
         series.append(Series(label=label, style=style, points=points))
+    bounded = all(measure.is_bounded for measure in measures.values())
     frame = Frame(
         label=settings["title"],
-        x_title="context length",
-        x_ticks=[(length, format_size(length)) for length in lengths],
-        show_y=lambda value: f"{value:.0%}",
+        x_title="position" if "-" in lengths[0] else "context length",
+        x_ticks=[(place, length) for length, place in places.items()],
+        show_y=lambda value: f"{value:.0%}" if bounded else f"{value:g}",
         log_x=True,
-        y_range=(0.0, 1.0),
+        y_range=(0.0, 1.0) if bounded else None,
     )
     path = IMAGES / settings["file"]
     return Output(

@@ -44,7 +44,6 @@ class Claim(Config):
         description="Value of the first arm in comparison with the second. `no higher`: higher by less than the margin."
     )
     metrics: list[str] = Field(min_length=1, description="Measures such as ruler/32K, each with a finding of its own.")
-    note: str = Field("", description="How our arms differ from the paper's.")
 
 
 class Results(Config):
