@@ -217,3 +217,13 @@ def test_a_figure_has_a_point_for_each_arm_and_place(made_up):
         assert path.name == "x.svg" and drawn.text == "![T](../images/x.svg)"
         assert ticks <= {"".join(one.itertext()) for one in root.iter("{http://www.w3.org/2000/svg}text")}
         assert content.count('class="hit"') == 2 * len(lengths)
+
+
+def test_an_effective_length_is_the_longest_that_keeps_the_score():
+    lengths = ["2K", "4K", "8K", "16K", "32K"]
+    found = made("effective", data="smollm2-32k/study", measure="niah/*", lengths=lengths, rows=["utk-s0", "ct-s0"])
+    shares = [sum(needles("utk-s0", int(one[:-1]) * K).values()) / 40 for one in lengths]
+    kept = [one for one, share in zip(lengths, shares, strict=True) if share >= 0.85 * shares[0]]
+    assert found[1][1].split()[0] == kept[-1] == "16K"
+    assert found[1][2] == "4K" and shares[1] >= 0.856 > shares[2], "a shorter length below the limit ends it"
+    assert found[2][2] == "–", "never 85.6%"

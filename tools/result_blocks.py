@@ -31,8 +31,10 @@ from result_data import (
 from result_figures import figure
 from unspool.core.errors import ConfigError
 from unspool.core.formatting import MISSING, format_signed, join_words
+from unspool.core.sizes import format_size
 from unspool.core.stats import t_quantile
 from unspool.core.table import markdown_lines
+from unspool.evals.scoring.effective_length import effective_length, relative_effective_length
 from unspool.studies.arm_comparison import difference, holm, over_prompts
 from unspool.studies.arm_scores import Measure, contributions_of
 from unspool.studies.claims import Finding, judge, read_claims
@@ -83,6 +85,32 @@ def tasks(settings: Mapping[str, Any]) -> Output:
         lines.append([label, *cells])
     table = markdown_lines([settings.get("head", "task"), *settings["lengths"]], lines)
     return Output(text="\n".join([*table, "", f"{show_counts('n =', counts)} questions per cell and seed."]))
+
+
+def effective(settings: Mapping[str, Any]) -> Output:
+    """Effective length by arm. Settings: data, measure (`ruler/*`), lengths, rows (label: arm or runs), where.
+
+    Relative: the longest length that keeps 85% of the score at the shortest length, with its interval. RULER's: the
+    longest length with a mean of at least 85.6%. Questions of all seeds count alike.
+    """
+    rows = []
+    for label, names in labeled(settings, "rows").items():
+        by_seed = select(settings["data"], names, settings.get("where"))
+        scores: dict[int, dict[str, list[float]]] = {}
+        for length in settings["lengths"]:
+            for _, part in measure_of(settings["measure"].replace("/*", f"/{length}"), [by_seed]).parts:
+                found = [one.score for answers in by_seed.values() for one in answers.get(part, {}).values()]
+                scores.setdefault(part.length, {})[str(part.task)] = found
+        relative = relative_effective_length(scores)
+        absolute = effective_length(
+            {length: [fmean(map(fmean, by_task.values()))] for length, by_task in scores.items()}
+        )
+        interval = f"{format_size(relative.value)} ({format_size(relative.low)}–{format_size(relative.high)})"
+        several = f", {len(by_seed)} seeds" if len(by_seed) > 1 else ""
+        rows.append([label + several, interval, MISSING if absolute is None else format_size(absolute)])
+    shortest = settings["lengths"][0]
+    head = [settings.get("head", "arm"), f"keeps 85% of its score at {shortest}, up to", "85.6% or more, up to"]
+    return Output(text="\n".join(markdown_lines(head, rows)))
 
 
 def short(settings: Mapping[str, Any]) -> Output:
@@ -282,6 +310,7 @@ def _seconds(run: Run) -> float | None:
 BLOCKS: dict[str, Callable[[Mapping[str, Any]], Output]] = {
     "scores": scores,
     "tasks": tasks,
+    "effective": effective,
     "short": short,
     "differences": differences,
     "figure": figure,

@@ -122,6 +122,8 @@ def test_longppl_and_mrcr_are_measures_of_a_study():
         ("longppl/32K", True, False, True),
         ("mrcr/32K", False, False, True),
     ]
+    needles = measure("niah/512", LONG)
+    assert needles.is_bounded and not mean_of("score", [needles, found[1]]).is_bounded
 
 
 def test_what_was_not_judged_is_missing_and_not_zero(tmp_path):

@@ -52,7 +52,7 @@ class Measure:
     @property
     def is_bounded(self) -> bool:
         """Return whether single scores are between 0 and 1."""
-        return SUITES[self.suite].is_bounded
+        return all(SUITES[part.suite].is_bounded for _, part in self.parts)
 
     @property
     def kind(self) -> Literal["score", "loss"]:
