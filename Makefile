@@ -7,7 +7,7 @@ ARGS ?=
 WORKERS ?= auto
 STAMPS := $(VENV)/.runtime $(VENV)/.dev $(VENV)/.docs
 
-.PHONY: help setup demo test check bench gpu pictures clean
+.PHONY: help setup demo test check bench gpu results pictures clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -44,6 +44,9 @@ bench: $(VENV)/.dev  ## run the benchmarks; those that need a GPU say so where t
 
 gpu: $(VENV)/.dev  ## run the GPU gate, on a machine with a GPU
 	$(VENV)/bin/python benchmarks/gate.py --commit $$(git rev-parse HEAD) $(ARGS)
+
+results: $(VENV)/.dev  ## write the tables and figures of docs/results from the committed answers; ARGS=--check compares
+	@$(VENV)/bin/python tools/results.py $(ARGS)
 
 pictures: $(VENV)/.dev  ## draw the pictures of docs/concepts again
 	@$(VENV)/bin/python tools/pictures.py $(ARGS)

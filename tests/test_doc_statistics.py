@@ -244,10 +244,10 @@ def test_needles_on_one_gpu() -> None:
     text = page("docs/results/smollm2-evals.md")
     for length in LENGTHS:
         cells = rows(text, f"{length // K}K |")[0]
-        both = [needles(f"{EVALS}/niah-h200-{model}.jsonl.gz", length) for model in ("base", "utk")]
+        both = [needles(f"{EVALS}/h200/{model}-s0/niah.jsonl.gz", length) for model in ("base", "utk")]
         assert cells == [percent(list(one.values())) for one in both]
     pairs = [
-        [needles(f"{EVALS}/niah-h200-{model}.jsonl.gz", length) for model in ("base", "utk")] for length in LENGTHS
+        [needles(f"{EVALS}/h200/{model}-s0/niah.jsonl.gz", length) for model in ("base", "utk")] for length in LENGTHS
     ]
     change = np.concatenate([paired(*one) for one in pairs])
     assert f"Of the {len(change)} prompts the extended model gains {(change > 0).sum()} and loses one" in text
@@ -258,7 +258,7 @@ def test_every_task_of_ruler_on_one_gpu() -> None:
     text = page("docs/results/smollm2-evals.md")
     cells = json.loads((RESULTS / EVALS / "ruler-h200.json").read_text())["cells"]
     stored = {(one["task"], one["length"]): one for one in cells if one["depth"] is None}
-    answers = samples(f"{EVALS}/ruler-h200-samples.jsonl.gz")
+    answers = samples(f"{EVALS}/h200/base-s0/ruler.jsonl.gz")
     tasks = list(dict.fromkeys(one["task"] for one in answers))
     assert len(tasks) == 13
     halves: dict[int, list[float]] = {length: [] for length in LENGTHS}

@@ -43,10 +43,10 @@ def picture(height: float, label: str, *parts: Markup) -> Markup:
     drawing = svg(
         WIDTH, height, label, element("style", Markup(STYLE)), back, *parts, xmlns="http://www.w3.org/2000/svg"
     )
-    return _sized(drawing, 560, 560 * height / WIDTH)
+    return sized(drawing, 560, 560 * height / WIDTH)
 
 
-def _sized(drawing: Markup, width: float, height: float) -> Markup:
+def sized(drawing: Markup, width: float, height: float) -> Markup:
     return Markup(str(drawing).replace("<svg", f'<svg width="{width:g}" height="{height:.0f}"', 1))
 
 
@@ -162,7 +162,7 @@ def rope() -> Markup:
     )
     parts = [text(14, 24, "Tokens per full rotation, 8K model extended to 64K", "title")]
     parts += legend(46, [(at, name) for at, name in enumerate(tables)])
-    parts += [group(78, _sized(line_chart(series, frame), WIDTH, 250)), text(66, 171, "64K"), text(66, 205, "8K")]
+    parts += [group(78, sized(line_chart(series, frame), WIDTH, 250)), text(66, 171, "64K"), text(66, 205, "8K")]
     parts.append(text(14, 345, "Above the 8K line: no full turn in training."))
     return picture(360, "Tokens per rotation of each pair of dimensions, by RoPE method", *parts)
 
@@ -254,7 +254,7 @@ def harpe() -> Markup:
     )
     parts += [text(14, 172, "Lowest B(m) ÷ B(0) by distance", "title")]
     parts += legend(194, [(0, "head 0"), (7, "head 7"), (1, "mean of heads")])
-    parts.append(group(200, _sized(line_chart(series, frame), WIDTH, 250)))
+    parts.append(group(200, sized(line_chart(series, frame), WIDTH, 250)))
     return picture(464, "RoPE bases by head, and B(m) by distance", *parts)
 
 

@@ -1,5 +1,6 @@
 """`unspool study`: a whole study through the command; shared work, kills, failures, and the same bytes as `run`."""
 
+import gzip
 import json
 import os
 import random
@@ -11,8 +12,14 @@ from typer.testing import CliRunner, Result
 
 from factory import build_model, count_file_events, in_child_dying_at_file_event, save_folder, save_mini
 from unspool.cli.main import build_app
+from unspool.core.artifacts import file_digest
 from unspool.core.lock import LOCK, lock_run
 from unspool.models.location import ASSETS
+from unspool.studies.arm_comparison import over_prompts
+from unspool.studies.arm_scores import contributions_of
+from unspool.studies.raw_results import collect, read_runs
+from unspool.studies.raw_scores import find_measure, select_answers
+from unspool.studies.two_level import arm_interval
 
 STUDY = """\
 name: mini-study
@@ -127,6 +134,36 @@ def test_a_run_can_be_moved_away_and_stays_whole(finished, tmp_path):
 
 
 # Again
+
+
+def test_collected_results_give_the_studys_numbers_without_its_folder(whole, tmp_path):
+    out, _ = whole
+    assert sorted(collect(out, tmp_path / "raw")) == sorted([*RUNS, "base-s0", "base-s1"])
+
+    arms = {}
+    for run in read_runs(tmp_path / "raw"):
+        arms.setdefault(run.arm, {})[run.seed] = select_answers(run.samples)
+    for table in json.loads((out / "study.json").read_text())["measures"]:
+        if table["measure"] in ("score", "loss"):  # means of several measures
+            continue
+        measure = find_measure(table["measure"], arms["plain"][0])
+        for arm, entry in table["arms"].items():
+            assert arm_interval(arms[arm], measure).value == pytest.approx(entry["mean"])
+        for one in table["comparisons"]:
+            pairs = contributions_of(arms[one["arm"]], arms[one["against"]], measure)
+            found = over_prompts(pairs, bounded=not measure.is_loss)
+            assert (found.n, found.p, found.low) == pytest.approx([one["prompts"][key] for key in ("n", "p", "low")])
+
+    facts = json.loads((tmp_path / "raw" / "abf-s1" / "run.json").read_text())
+    (file,) = facts["inputs"]["sources"]["books"]
+    assert file["sha256"] == file_digest(next(out.parent.rglob(Path(file["file"]).name)))
+    texts = "".join(path.read_text() for path in (tmp_path / "raw").rglob("*.[yj]*[nl]"))
+    assert str(out.parent) not in texts, "a path of this machine"
+    log = gzip.decompress((tmp_path / "raw" / "abf-s1" / "log.jsonl.gz").read_bytes()).decode()
+    assert json.loads(log.splitlines()[0])["stage"] == "train"
+    before = {path: path.read_bytes() for path in (tmp_path / "raw").rglob("*") if path.is_file()}
+    collect(out, tmp_path / "raw")
+    assert {path: path.read_bytes() for path in before} == before, "equal results, equal bytes"
 
 
 def test_a_second_time_nothing_is_run_and_json_stands_alone(study, finished):

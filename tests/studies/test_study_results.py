@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from unspool.core.artifacts import publish
+from unspool.evals.suites import SUITES
 from unspool.evals.suites.helmet.suite import HelmetEval
 from unspool.studies.arm_comparison import compare_arms, difference, over_prompts
 from unspool.studies.arm_scores import (
@@ -104,6 +105,25 @@ def test_questions_on_one_context_are_one_prompt(tmp_path):
         "ruler other",
         "ruler same",
     ]
+
+
+def test_short_tasks_have_no_questions_and_do_not_stop_the_comparison(tmp_path):
+    short = {"suite": "short", "task": "piqa", "length": 0, "cells": [{"suite": "short", "task": "piqa", "value": 0.5}]}
+    folder = save_scores(tmp_path / "scores", [short, sample("niah", 0, 1.0)], [{"suite": "short"}])
+    assert list(read_answers(folder)) == [Part("niah", None, 128)]
+
+
+def test_longppl_and_mrcr_are_measures_of_a_study():
+    """LongPPL has one loss per window, not one per range of positions; MRCR's recovery may be below 0."""
+    evals = [{"suite": "longppl", "length": "32K"}, {"suite": "mrcr", "lengths": ["32K"]}]
+    evals = [SUITES[entry["suite"]].config.model_validate(entry) for entry in evals]
+    found = measures_of([SimpleNamespace(evals=evals)])
+    assert [(one.name, one.is_loss, one.is_bounded, one.is_beyond(8192)) for one in found] == [
+        ("longppl/32K", True, False, True),
+        ("mrcr/32K", False, False, True),
+    ]
+    needles = measure("niah/512", LONG)
+    assert needles.is_bounded and not mean_of("score", [needles, found[1]]).is_bounded
 
 
 def test_what_was_not_judged_is_missing_and_not_zero(tmp_path):

@@ -89,14 +89,14 @@ def agresti_min_interval(differences: np.ndarray, quantile: float = Z) -> tuple[
 
 
 @cache
-def t_quantile(degrees: int, level: float = 1 - ALPHA / 2) -> float:
+def t_quantile(degrees: float, level: float = 1 - ALPHA / 2) -> float:
     """Return a quantile of Student's t distribution; by default of a two-sided 95% interval."""
     from scipy.stats import t  # import late: scipy takes a second, and only comparisons need it
 
     return float(t.ppf(level, degrees))
 
 
-def t_p_value(statistic: float, degrees: int) -> float:
+def t_p_value(statistic: float, degrees: float) -> float:
     """Return the two-sided p-value of a t statistic."""
     from scipy.stats import t
 

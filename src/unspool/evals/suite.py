@@ -184,11 +184,26 @@ class Suite:
     """Held-out text used in prompts."""
     tasks: Mapping[str, Task] = field(default_factory=dict)
     runs_model: bool = False  # True if the suite loads the model itself, from `Backend.options`
+    is_ratio: bool = False  # True if the value is a ratio of sums over samples, of `ratio_of`
 
     @property
     def needs_losses(self) -> bool:
         """True if the suite needs token losses instead of answers."""
         return self.measure == "loss"
+
+    @property
+    def is_bounded(self) -> bool:
+        """True if the score of every sample is between 0 and 1."""
+        return self.measure != "loss" and not self.is_ratio
+
+    @property
+    def by_position(self) -> bool:
+        """True if samples have a loss for each range of positions."""
+        return self.measure == "loss" and not self.is_ratio
+
+    def ratio_of(self, sample: Sample) -> tuple[float, float]:
+        """Return a sample's parts of the two sums whose ratio is the value, if `is_ratio`."""
+        raise NotImplementedError
 
     def lengths(self, config: Any) -> list[int]:
         found: list[int] = config.lengths

@@ -103,8 +103,8 @@ def _comparison(answers: ByArm, measure: Measure, arm: str, other: str) -> dict[
         "common_seeds": list(found),
         "n": common_questions(first, second, measure, list(found)),
         "difference": difference(found),
-        "prompts": vars(over_prompts(found, bounded=not measure.is_loss)).copy(),
-        "seeds": vars(over_seeds(found, bounded=not measure.is_loss)).copy(),
+        "prompts": vars(over_prompts(found, bounded=measure.is_bounded)).copy(),
+        "seeds": vars(over_seeds(found, bounded=measure.is_bounded)).copy(),
     }
 
 

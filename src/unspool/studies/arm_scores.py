@@ -5,7 +5,7 @@ Measures have names before anything runs: `niah/32K`, `ruler/32K` (the mean of i
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import pairwise
@@ -50,6 +50,11 @@ class Measure:
         return SUITES[self.suite].measure == "loss"
 
     @property
+    def is_bounded(self) -> bool:
+        """Return whether single scores are between 0 and 1."""
+        return all(SUITES[part.suite].is_bounded for _, part in self.parts)
+
+    @property
     def kind(self) -> Literal["score", "loss"]:
         return "loss" if self.is_loss else "score"
 
@@ -64,7 +69,7 @@ class Measure:
 
     def is_beyond(self, context: int) -> bool:
         """Return whether it measures beyond this context length."""
-        if self.is_loss:
+        if SUITES[self.suite].by_position:
             return all((part.start or 0) >= context for _, part in self.parts)
         return self.length > context
 
@@ -87,19 +92,19 @@ def _of_eval(entry: EvalConfig) -> Iterator[Measure]:
             _measure(f"{suite.name}/{task.name}/{format_size(length)}", Part(suite.name, task.name, length))
             for task in suite.chosen_tasks(entry)
         ]
-        if suite.measure == "loss":
+        if suite.by_position:
             for start, stop in pairwise(bucket_edges(length)):
                 part = Part(suite.name, None, length, start, stop)
                 yield _measure(f"{suite.name}/{format_size(start)}-{format_size(stop)}", part)
         elif tasks:
-            groups = _categories(suite, tasks, length)
+            groups = by_category(suite, tasks, length)
             yield mean_of(name, groups if isinstance(suite, TaskSuite) and suite.has_overall else tasks)
             yield from dict.fromkeys([*groups, *tasks])
         else:
             yield _measure(name, Part(suite.name, None, length))
 
 
-def _categories(suite: Suite, tasks: Sequence[Measure], length: int) -> list[Measure]:
+def by_category(suite: Suite, tasks: Sequence[Measure], length: int) -> list[Measure]:
     """Average the suite's tasks by category; a task that is alone in its category, or in none, stays as it is."""
     categories = suite.categories if isinstance(suite, TaskSuite) else {}
     owner = {task: name for name, names in categories.items() for task in names}
@@ -177,27 +182,49 @@ def read_answers(folder: Path) -> Answers | None:
         return None
     together = _per_context(manifest.get("settings", {}).get("evals", []))
     contexts = {line["hash"]: line["context"] for line in _lines(folder / PROMPTS)}
-    samples = list(_lines(folder / SAMPLES))
+    samples = [sample for sample in _lines(folder / SAMPLES) if "hash" in sample]  # short tasks have no questions
     firsts: dict[tuple[Any, ...], str] = {}
     for sample in samples:
         group = _group(sample, together)
         firsts[group] = min(firsts.get(group, sample["hash"]), sample["hash"])
+    return answers_of(samples, lambda sample: contexts.get(sample["hash"]) or firsts[_group(sample, together)])
+
+
+def answers_of(samples: Iterable[dict[str, Any]], context: Callable[[dict[str, Any]], str]) -> Answers:
+    """Return scores by task, length and question. `context` names the context of a sample."""
     answers: Answers = {}
+    ratios: dict[Part, dict[str, tuple[str, float, float]]] = {}
     for sample in samples:
-        prompt = contexts.get(sample["hash"]) or firsts[_group(sample, together)]
-        for part, score in _scores(sample):
-            answers.setdefault(part, {})[sample["hash"]] = Answer(f"{sample['suite']} {prompt}", score)
-    return answers
+        name, key = sample["suite"], sample["hash"]
+        prompt = f"{name} {context(sample)}"
+        part = Part(name, sample.get("task"), sample["length"])
+        suite = SUITES.get(name)  # None: of a suite that is not registered now
+        if suite is not None and suite.is_ratio:
+            ratios.setdefault(part, {})[key] = (prompt, *suite.ratio_of(sample))
+        elif "losses" in sample:
+            for bucket in sample["losses"]:
+                if bucket["value"] is not None:
+                    span = part._replace(start=bucket["from"], stop=bucket["to"])
+                    answers.setdefault(span, {})[key] = Answer(prompt, bucket["value"])
+        elif sample["score"] is not None:
+            answers.setdefault(part, {})[key] = Answer(prompt, sample["score"])
+    return answers | {part: found for part, group in ratios.items() if (found := _linearized(group))}
 
 
-def _scores(sample: dict[str, Any]) -> Iterator[tuple[Part, float]]:
-    suite, task, length = sample["suite"], sample.get("task"), sample["length"]
-    if "losses" in sample:
-        for bucket in sample["losses"]:
-            if bucket["value"] is not None:
-                yield Part(suite, None, length, bucket["from"], bucket["to"]), bucket["value"]
-    elif sample["score"] is not None:
-        yield Part(suite, task, length), sample["score"]
+def _linearized(group: Mapping[str, tuple[str, float, float]]) -> dict[str, Answer]:
+    """Return one value per question whose mean is the ratio of two sums, and whose spread is the ratio's.
+
+    The ratio R of sums is the value of LongPPL (loss per key token) and of MRCR (share of the possible gain). Its error
+    is that of the mean of R + (a − R·b)/mean(b), to first order.
+    """
+    total = sum(below for _, _, below in group.values())
+    if total <= 0:
+        return {}
+    ratio = sum(above for _, above, _ in group.values()) / total
+    scale = len(group) / total
+    return {
+        key: Answer(prompt, ratio + (above - ratio * below) * scale) for key, (prompt, above, below) in group.items()
+    }
 
 
 def _per_context(evals: Sequence[dict[str, Any]]) -> dict[tuple[str, int], int]:

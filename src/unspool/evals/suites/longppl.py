@@ -101,6 +101,9 @@ class LongPPLSuite(Suite):
     def plan(self, config: LongPPLEval, inputs: PlanInputs) -> "PlannedLongPPL":
         return PlannedLongPPL(self, config, inputs)
 
+    def ratio_of(self, sample: Sample) -> tuple[float, float]:
+        return (sample["score"] or 0.0) * sample["key_tokens"], sample["key_tokens"]
+
     def inputs(self, config: LongPPLEval, root: Path) -> dict[str, dict[str, Any]]:
         if config.key_tokens is None:
             return {}
@@ -246,6 +249,7 @@ SUITE = LongPPLSuite(
     title="Loss on key tokens (LongPPL)",
     config=LongPPLEval,
     measure="loss",
+    is_ratio=True,
     version=1,
     heldout=lambda config: Heldout(config.text, config.samples * config.length),
 )

@@ -234,6 +234,10 @@ class MRCRSuite(Suite):
     def inputs(self, config: MRCREval, root: Path) -> dict[str, dict[str, Any]]:
         return {"paths": {} if config.data is None else {"mrcr data": path_digest(root / config.data)}}
 
+    def ratio_of(self, sample: Sample) -> tuple[float, float]:
+        losses = sample["losses_by_context"]
+        return losses["query"] - losses["full"], losses["query"] - losses["oracle"]
+
     def plan(self, config: MRCREval, inputs: PlanInputs) -> "PlannedConversations":
         return PlannedConversations(self, config, inputs)
 
@@ -357,6 +361,7 @@ SUITE = MRCRSuite(
     title="MRCR recovery",
     config=MRCREval,
     measure="score",
+    is_ratio=True,
     version=2,
     heldout=lambda config: Heldout(config.text, 2 * max(config.lengths)) if config.data is None else None,
 )

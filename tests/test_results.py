@@ -1,0 +1,229 @@
+"""The results pages say what `make results` computes from the committed answers."""
+
+import gzip
+import importlib.util
+import json
+import math
+import re
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+from scipy import stats
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "docs" / "results"
+sys.path.insert(0, str(ROOT / "tools"))
+spec = importlib.util.spec_from_file_location("unspool_results", ROOT / "tools" / "results.py")
+assert spec is not None and spec.loader is not None
+results = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(results)
+
+K = 1024
+PAGES = sorted(path for path in RESULTS.glob("*.md") if results.BLOCK.search(path.read_text(encoding="utf-8")))
+
+
+def test_every_table_and_figure_is_what_the_committed_answers_give():
+    assert len(PAGES) >= 3
+    assert [path.name for path, _ in results.outdated(PAGES)] == [], "run make results"
+
+
+def test_a_changed_number_and_a_changed_figure_are_found(tmp_path, monkeypatch):
+    page = RESULTS / "smollm2-32k.md"
+    text = page.read_text(encoding="utf-8")
+    changed = tmp_path / page.name
+    changed.write_text(text.replace("20% (10–35)", "21% (10–35)", 1))
+    assert [path for path, _ in results.outdated([changed])] == [changed]
+    monkeypatch.setattr("result_figures.IMAGES", tmp_path)
+    changed.write_text(text)
+    assert {path.suffix for path, _ in results.outdated([changed])} == {".svg"}
+    assert results.main([str(changed), "--check"]) == 1
+    assert results.main([str(changed)]) == 0 and results.main([str(changed), "--check"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("block", "wanted"),
+    [
+        ("tables\n-->\n<!-- end results -->", "block tables: block 'tables' is not known"),
+        (
+            "scores\ndata: smollm2-32k/study\n-->\n<!-- end results -->",
+            "block scores: the setting 'rows' is missing",
+        ),
+        (
+            "scores\ndata: smollm2-32k/study\ncolumns: [niah/32K]\nrows: [abff]\n-->\n<!-- end results -->",
+            "no arm or run abff; it has abf-s0",
+        ),
+        ("scores\ndata: smollm2-32k/study\n", "a block has no `<!-- end results -->`"),
+    ],
+)
+def test_a_mistake_in_a_block_is_one_sentence(block, wanted, tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(f"# Title\n\n<!-- results: {block}\n")
+    with pytest.raises(results.ConfigError, match=re.escape(wanted)):
+        list(results.outdated([page]))
+
+
+# Three numbers of the pages, computed here from the answers with nothing of the tools
+
+
+def lines(run: str) -> list[dict]:
+    text = gzip.decompress((RESULTS / "smollm2-32k" / "study" / run / "samples.jsonl.gz").read_bytes()).decode()
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def needles(run: str, *lengths: int) -> dict[str, float]:
+    return {one["hash"]: one["score"] for one in lines(run) if one["suite"] == "niah" and one["length"] in lengths}
+
+
+def cells(page: str, label: str) -> list[str]:
+    text = (RESULTS / page).read_text(encoding="utf-8")
+    (row,) = (line for line in text.splitlines() if line.startswith(f"| {label}"))
+    return [cell.strip() for cell in row.strip("|").split("|")]
+
+
+def test_a_score_with_its_interval():
+    scores = list(needles("utk-s0", 32 * K).values())
+    found = stats.binomtest(int(sum(scores)), len(scores)).proportion_ci(0.95, "wilson")
+    wanted = f"{100 * sum(scores) / len(scores):.0f}% ({100 * found.low:.0f}–{100 * found.high:.0f})"
+    assert cells("smollm2-32k.md", "`utk`: with tangled documents")[-1] == wanted == "52% (37–67)"
+
+
+def test_a_difference_over_two_seeds():
+    """t with one degree of freedom over seeds, never narrower than Agresti and Min's interval over questions."""
+    gains = []
+    for seed in (0, 1):
+        abf, utk = (needles(f"{arm}-s{seed}", 16 * K, 32 * K) for arm in ("abf", "utk"))
+        assert abf.keys() == utk.keys()
+        gains.append([utk[key] - abf[key] for key in abf])
+    means = [sum(one) / len(one) for one in gains]
+    mean, half = sum(means) / 2, stats.t.ppf(0.975, 1) * abs(means[0] - means[1]) / 2
+    flat = gains[0] + gains[1]
+    n, center = len(flat), sum(flat) / (len(flat) + 2)
+    error = math.sqrt(((sum(one**2 for one in flat) + 1) / (n + 2) - center**2) / (n + 2))
+    around = stats.t.ppf(0.975, n - 1) * error
+    low, high = min(mean - half, center - around), max(mean + half, center + around)
+    wanted = f"+{100 * mean:.1f} ({100 * low:.1f} to {100 * high:.1f})"
+    assert cells("claims.md", "UtK is better than ABF")[3] == wanted == "+40.6 (32.4 to 48.6)"
+
+
+def test_a_rank_correlation():
+    arms = ("abf", "cip2", "ct", "documents", "harpe", "harpe-shared", "utk")
+    far = [sum(needles(f"{arm}-s0", 16 * K, 32 * K).values()) for arm in arms]
+    near = [sum(needles(f"{arm}-s0", 8 * K).values()) for arm in arms]
+    assert cells("data.md", "needles 8K |")[1] == f"+{stats.spearmanr(far, near).statistic:.2f}"
+
+
+# Data and figures
+
+
+def test_the_data_are_below_20_mb():
+    assert sum(path.stat().st_size for path in RESULTS.rglob("*") if path.is_file()) < 20e6
+
+
+@pytest.mark.parametrize(
+    "name", [name for page in PAGES for name in re.findall(r"^file: (\S+\.svg)$", page.read_text(), re.MULTILINE)]
+)
+def test_a_figure_is_readable_on_a_phone_and_on_dark_pages(name):
+    drawn = (ROOT / "docs" / "images" / name).read_text(encoding="utf-8")
+    root = ET.fromstring(drawn)
+    width, height = map(float, root.attrib["viewBox"].split()[2:])
+    assert min(float(size) for size in re.findall(r"font: ?([\d.]+)px", drawn)) * 350 / width >= 11
+    assert root.findall(".//{*}rect")[0].attrib["fill"] == "#fff", "no background of its own"
+    assert all(0 <= float(one.attrib["y"]) <= height for one in root.iter("{http://www.w3.org/2000/svg}text"))
+    assert not re.search(r"<script|href=|@import|url\(|\bon\w+=", drawn)
+
+
+# Blocks on made-up data
+
+
+@pytest.fixture
+def made_up(tmp_path, monkeypatch) -> str:
+    """Two arms with three seeds, two wordings of needles, and a short task."""
+    monkeypatch.setattr("result_data.RESULTS", tmp_path)
+    for arm, right in (("plain", 4), ("better", 16)):
+        for seed in range(3):
+            lines = [
+                {"suite": "niah", "length": 4 * K, "hash": f"{seed}-{at}", "score": float(at % 20 < right)}
+                | {"depth": at % 20 / 20, "needle_wording": "ship" if at < 20 else "magic"}
+                for at in range(40)
+            ]
+            spans = [{"from": 0, "to": 2 * K, "value": 3.0 + seed}, {"from": 2 * K, "to": 4 * K, "value": 2.0}]
+            lines += [{"suite": "loss", "length": 4 * K, "hash": f"w{at}", "losses": spans} for at in range(2)]
+            cell = {"task": "piqa", "value": 0.5 + seed / 100, "low": 0.45, "high": 0.55, "n": 400}
+            lines.append({"suite": "short", "task": "piqa", "length": 0, "cells": [cell]})
+            folder = tmp_path / tmp_path.name / f"{arm}-s{seed}"
+            folder.mkdir(parents=True)
+            (folder / "niah.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+            facts = {"stage": "train", "stages": ["train"], "seconds": {"stages/train": 90.0, "scores/train": 10.0}}
+            (folder / "run.json").write_text(json.dumps(facts))
+    return tmp_path.name  # answers are cached by the folder's name
+
+
+def made(kind: str, **settings) -> list[list[str]]:
+    """Cells of a block's table, without the line below the head."""
+    table = [line for line in results.BLOCKS[kind](settings).text.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in (table[0], *table[2:])]
+
+
+def test_rows_say_how_many_seeds_and_columns_may_select_questions(made_up):
+    ships = {"measure": "niah/4K", "where": {"needle_wording": "ship"}}
+    late = {"measure": "niah/4K", "where": {"depth": {"from": 0.75, "to": 1}}}
+    columns = {"all": "niah/4K", "ships": ships, "late": late}
+    found = made("scores", data=made_up, columns=columns, rows=["plain", "better-s1"])
+    assert [row[0] for row in found] == ["arm", "plain, 3 seeds", "better-s1"]
+    wilson = stats.binomtest(24, 120).proportion_ci(0.95, "wilson")
+    assert found[1][1] == f"20% ({100 * wilson.low:.0f}–{100 * wilson.high:.0f})", "all seeds agree: over questions"
+    assert found[1][3].startswith("0% (") and found[2][3].startswith("20% (")
+    turned = made("scores", data=made_up, columns=columns, rows=["plain", "better-s1"], transpose=True)
+    assert [list(row) for row in zip(*turned, strict=True)] == found
+
+
+def test_differences_are_against_the_baseline_or_the_row_s_own(made_up):
+    rows = {"better": "better", "back": {"arm": "plain", "against": "better"}}
+    found = made("differences", data=made_up, baseline="plain", columns={"needles": "niah/4K"}, rows=rows)
+    assert [row[1].split()[0] for row in found[1:]] == ["+60.0", "−60.0"]
+    assert [row[3] for row in found[1:]] == ["3", "3"]
+    with pytest.raises(results.ConfigError, match="over = seeds: use `questions`"):
+        made("differences", data=made_up, baseline="plain", over="seeds", columns=["niah/4K"], rows=["better"])
+
+
+def test_short_tasks_have_the_wider_of_both_intervals(made_up):
+    half = 4.3027 * 0.01 / math.sqrt(3)
+    found = made("short", data=made_up, rows=["plain", "plain-s0"], tasks=["piqa"])
+    assert found[1] == ["plain, 3 seeds", "51.0% ±5.0", "51.0% ±5.0"] and half < 0.05
+    assert found[2] == ["plain-s0", "50.0% ±5.0", "50.0% ±5.0"]
+
+
+def test_the_inventory_counts_arms_runs_and_minutes(made_up):
+    (_, row) = made("inventory", data=[made_up])
+    assert row[:4] == [f"`{made_up}`", "2", "6", "niah, perplexity and short"] and row[6] == "10"
+
+
+def test_a_row_is_one_arm(made_up):
+    with pytest.raises(results.ConfigError, match="has several runs with one seed; a row is one arm"):
+        made("scores", data=made_up, columns=["niah/4K"], rows={"both": ["plain", "better"]})
+
+
+def test_a_figure_has_a_point_for_each_arm_and_place(made_up):
+    settings = {"data": made_up, "file": "x.svg", "title": "T", "rows": ["plain", "better"]}
+    for measure, lengths, ticks in (
+        ("niah/*", ["4K"], {"0%", "100%", "4K", "context length"}),
+        ("perplexity/*", ["0-2K", "2K-4K"], {"0-2K", "2K-4K", "position"}),
+    ):
+        drawn = results.BLOCKS["figure"](settings | {"measure": measure, "lengths": lengths})
+        ((path, content),) = drawn.figures.items()
+        root = ET.fromstring(content)
+        assert path.name == "x.svg" and drawn.text == "![T](../images/x.svg)"
+        assert ticks <= {"".join(one.itertext()) for one in root.iter("{http://www.w3.org/2000/svg}text")}
+        assert content.count('class="hit"') == 2 * len(lengths)
+
+
+def test_an_effective_length_is_the_longest_that_keeps_the_score():
+    lengths = ["2K", "4K", "8K", "16K", "32K"]
+    found = made("effective", data="smollm2-32k/study", measure="niah/*", lengths=lengths, rows=["utk-s0", "ct-s0"])
+    shares = [sum(needles("utk-s0", int(one[:-1]) * K).values()) / 40 for one in lengths]
+    kept = [one for one, share in zip(lengths, shares, strict=True) if share >= 0.85 * shares[0]]
+    assert found[1][1].split()[0] == kept[-1] == "16K"
+    assert found[1][2] == "4K" and shares[1] >= 0.856 > shares[2], "a shorter length below the limit ends it"
+    assert found[2][2] == "–", "never 85.6%"
