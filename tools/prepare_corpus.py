@@ -42,6 +42,7 @@ from unspool.data.sources.jsonl import JsonlSource
 from unspool.data.sources.repos import ReposSource
 from unspool.evals.config import EvalConfig
 from unspool.evals.suites import suite_of
+from unspool.evals.suites.needle_wordings import expand_wordings
 from unspool.evals.suites.niah import NiahEval
 from unspool.models.location import model_path
 from unspool.models.tokenizer import load_tokenizer
@@ -57,6 +58,7 @@ HELDOUT_BOOKS, HELDOUT_CHARS = 12, 600_000  # books of at least this length: sev
 SHORT_CHARS = 32_000  # longer texts of short sources are cut at paragraphs, to about 8K tokens
 MAX_CHARS = {"books": 48_000_000, "repos": 24_000_000, "textbooks": 12_000_000}
 REPO_CHARS = 1_500_000  # of one repository, so that no repository fills a source
+NEEDLES, NEEDLE_LENGTH = 270, 4096  # contexts per seed that are compared
 LEVEL = 19  # of zstd
 
 
@@ -214,15 +216,19 @@ class Overlap:
 
 
 def all_evals() -> list[tuple[EvalConfig, int]]:
-    """Every entry of the recipe and the studies under every seed, and the needles that are scored once at the end."""
+    """Every entry of the recipe and the studies under every seed, in all needle wordings, at its shortest length.
+
+    Longer prompts consist of the same held-out books, files, templates and generated facts.
+    """
     recipes = [load_recipe(name).recipe for name in RECIPES]
     recipes += [run.loaded.recipe for name in STUDIES for run in load_study(name).runs]
     found = [(entry, recipe.seed) for recipe in recipes for entry in recipe.evals]
-    for entry, seed in list(found):
-        if isinstance(entry, NiahEval):
-            found.append((entry.model_copy(update={"wordings": ["locker", "password", "ship"]}), seed))
     distinct: dict[str, tuple[EvalConfig, int]] = {}
-    for entry, seed in found:
+    for whole, seed in found:
+        change = {"lengths": [min(whole.lengths)]} if hasattr(whole, "lengths") else {}
+        if isinstance(whole, NiahEval):
+            change = {"lengths": [NEEDLE_LENGTH], "wordings": expand_wordings(["all"]), "samples": NEEDLES}
+        entry = whole.model_copy(update=change)
         # Short tasks need lm-eval; their texts come from `short_tasks`.
         if entry.suite != "short":
             distinct.setdefault(f"{seed} {entry.model_dump_json(exclude={'after'})}", (entry, seed))
@@ -233,7 +239,8 @@ def build_indexes(inputs: Inputs, tokenizer: Any, root: Path, *, prompts: bool) 
     indexes: dict[str, NgramIndex] = {}
     evals = all_evals() if prompts else []
     with progress_bar("overlap: evaluations", len(evals)) as advance:
-        for entry, seed in evals:
+        for number, (entry, seed) in enumerate(evals, start=1):
+            print(f"overlap: {number} of {len(evals)} evaluations, {entry.suite}, seed {seed}", file=sys.stderr)
             name = suite_of(entry).name
             indexes.setdefault(name, NgramIndex(NGRAM)).add(eval_texts([entry], tokenizer, seed=seed, root=root))
             advance(1)
