@@ -1,12 +1,15 @@
 """The studies of docs/results/plan.md: arms differ only in what they are named after, and primary cells are large."""
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 
+from unspool.core.artifacts import seal
 from unspool.evals.suites.needle_wordings import WORDINGS
 from unspool.rope.tables import RopeShape
+from unspool.studies.arm_scores import read_answers
 from unspool.studies.load import load_study
 
 K, M = 1 << 10, 1 << 20
@@ -128,3 +131,22 @@ def test_the_plan_names_every_arm():
     text = PLAN.read_text()
     missing = [arm for name in NAMES for arm in load_study(name).arms if f"`{arm}`" not in text]
     assert missing == []
+
+
+def test_answers_of_conversations_and_of_needles_on_one_context_are_read(tmp_path):
+    samples = [
+        {"suite": suite, "length": 4 * K, "index": index, "hash": f"{suite}{index}", "score": 1.0}
+        for suite in ("mrcr", "niah")
+        for index in range(4)
+    ]
+    draft = tmp_path / "draft"
+    draft.mkdir()
+    (draft / "samples.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in samples))
+    evals = [
+        {"suite": "mrcr", "lengths": [4 * K], "needles": [2, 4, 8]},
+        {"suite": "niah", "lengths": [4 * K], "needles": 2},
+    ]
+    seal(draft, tmp_path / "train", kind="scores", inputs={}, settings={"evals": evals}, counts={})
+    found = read_answers(tmp_path / "train")
+    prompts = {part.suite: len({answer.prompt for answer in answers.values()}) for part, answers in found.items()}
+    assert prompts == {"mrcr": 4, "niah": 2}, "two needles share a context, four conversations do not"
