@@ -118,3 +118,11 @@ def test_a_folder_without_scores_is_refused_with_what_is_missing(here):
         run("report", "begun", code=2).stderr
     )
     assert not (here / MANIFEST).exists()
+
+
+def test_a_suite_without_an_effective_length_says_with_what_its_scores_compare(here):
+    longppl = ("--suite", "longppl", "--lengths", 512, "--set", "short_context=64", "--samples", 1, "--device", "cpu")
+    done = run("eval", "asset:tiny-base", *longppl, "--out", "one")
+    assert "not comparable with other models" in " ".join(done.stdout.split())
+    done = run("eval", "asset:tiny-base", *longppl, "--set", "key_tokens=one", "--out", "two")
+    assert "key tokens of one: comparable" in " ".join(done.stdout.split())

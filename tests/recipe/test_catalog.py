@@ -15,6 +15,7 @@ NAMES = [
     "prolong-ablation",
     "prolong-released",
     "prolong-sft",
+    "prolong-small",
     "prolong-tiny",
     "smollm2-32k",
     "tiny",

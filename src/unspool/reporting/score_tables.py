@@ -40,15 +40,8 @@ def print_scores(console: Console, summary: Mapping[str, Any]) -> None:
         console.print(f"{BEYOND.strip()} {'; '.join(footnote(beyond, policy) for policy in policies)}", highlight=False)
     for suite in summary.get("suites", []):
         _print_means(console, suite, beyond and beyond["context"])
-        length, rate = suite["effective_length"], suite["adaptation_rate"]
-        holds = f"effective length {format_size(length)}" if length else "no tested length reaches the threshold"
-        kept = f"; {_kept(rate)}" if rate and rate["value"] is not None else ""
-        average = suite.get("average")
-        if average:
-            over = ", ".join(map(format_size, average["lengths"]))
-            kept = f"; {average['of']} {100 * average['value']:.1f}, averaged over {over}{kept}"
-        worded = f", wording {suite['wording']}" if suite.get("wording") else ""
-        console.print(f"{suite['suite']} ({suite['mode']}{worded}): {holds}{kept}", highlight=False)
+        if "effective_length" in suite:
+            console.print(_effective(suite), highlight=False)
         if "comparability" in suite:
             console.print(f"{suite['suite']}: {suite['comparability']}", highlight=False)
 
@@ -61,6 +54,19 @@ def _print_baselines(console: Console, summary: Mapping[str, Any]) -> None:
             found.setdefault(cell["suite"], {})[cell["length"]] = cell[KEY]
     for suite, by_length in found.items():
         console.print(f"{suite}: {describe_baselines(by_length)}", highlight=False)
+
+
+def _effective(suite: dict[str, Any]) -> str:
+    """Describe the effective length of a suite with tasks, its adaptation rate and its average."""
+    length, rate = suite["effective_length"], suite["adaptation_rate"]
+    holds = f"effective length {format_size(length)}" if length else "no tested length reaches the threshold"
+    kept = f"; {_kept(rate)}" if rate and rate["value"] is not None else ""
+    average = suite.get("average")
+    if average:
+        over = ", ".join(map(format_size, average["lengths"]))
+        kept = f"; {average['of']} {100 * average['value']:.1f}, averaged over {over}{kept}"
+    worded = f", wording {suite['wording']}" if suite.get("wording") else ""
+    return f"{suite['suite']} ({suite['mode']}{worded}): {holds}{kept}"
 
 
 def _kept(rate: dict[str, Any]) -> str:

@@ -230,8 +230,10 @@ def _linearized(group: Mapping[str, tuple[str, float, float]]) -> dict[str, Answ
 def _per_context(evals: Sequence[dict[str, Any]]) -> dict[tuple[str, int], int]:
     """Return the number of consecutive questions on one context, by suite and length."""
     return {
-        (entry["suite"], length): int(entry.get("questions") or entry.get("needles") or 1)
+        (entry["suite"], length): shared
         for entry in evals
+        # Of mrcr, `needles` are the numbers of similar requests; each conversation has one question.
+        if isinstance(shared := entry.get("questions") or entry.get("needles") or 1, int)
         for length in entry.get("lengths") or [entry.get("length")]
     }
 
