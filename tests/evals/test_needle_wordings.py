@@ -54,8 +54,10 @@ def test_no_training_text_and_no_recipe_uses_a_held_out_wording():
             long = [part for part in phrases if len(part.split()) >= 3]
             assert long, "a phrase to search for"
             assert [file for file, text in texts.items() for part in long if part in text] == []
-    recipes = [text for file, text in texts.items() if file.endswith(".yaml")]
-    assert not any(re.search(r"wordings:.*\b(heldout|all)\b", text) for text in recipes)
+    # Only the planned studies (docs/results/plan.md) score held-out wordings, once and at the end.
+    users = {path for path in package.rglob("*.yaml") if re.search(r"wordings:.*\b(heldout|all)\b", path.read_text())}
+    planned = {"utk-small.yaml", "harpe-small.yaml", "prolong-small.yaml"}
+    assert {(path.parent.parent.name, path.name) for path in users} <= {("studies", name) for name in planned}
 
 
 @pytest.mark.parametrize("value", ["numbers", "words"])

@@ -139,6 +139,8 @@ def test_answers_of_conversations_and_of_needles_on_one_context_are_read(tmp_pat
         for suite in ("mrcr", "niah")
         for index in range(4)
     ]
+    for sample in samples[:4]:
+        sample["losses_by_context"] = {"query": 3.0, "full": 2.0, "oracle": 1.0}
     draft = tmp_path / "draft"
     draft.mkdir()
     (draft / "samples.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in samples))
