@@ -2,6 +2,7 @@
 
     python benchmarks/gate.py --commit HASH    run all parts and write results/gate.json
     python benchmarks/gate.py --only verify    run some parts, write nothing
+    python benchmarks/gate.py --add FILE       fill in parts that were not run from a gate.json of the same GPU code
     python benchmarks/gate.py --check          print whether GPU code changed since the gate passed; needs no GPU
 
 The parts are in gate_parts.py. Each runs in its own process, so that caches of one part cannot hide a fault from the
@@ -40,12 +41,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--commit", help="hash of the commit under test, written into gate.json")
     parser.add_argument("--only", nargs="+", choices=PARTS, help="run these parts and those they need; write no file")
+    parser.add_argument("--add", type=Path, metavar="FILE", help="add parts of another run on the same GPU code")
     parser.add_argument("--check", action="store_true", help="compare gate.json with the code, run nothing")
     parser.add_argument("--small", action="store_true", help="tiny shapes on the CPU, to try the gate itself")
     parser.add_argument("--work", type=Path, help="folder for models and runs; default: memory if there is enough")
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.check:
+        print(freshness())
+        return
+    if args.add:
+        add_parts(args.add)
         print(freshness())
         return
     if args.part:
@@ -104,12 +110,25 @@ def run_in_order(
 def _write_result(commit: str | None, results: dict[str, dict[str, Any]], *, seconds: float) -> None:
     from gpu import machine
 
-    passed = len(results) == len(PARTS) and all(result["passed"] for result in results.values())
     # The digest decides, not the commit: later commits may change pages only.
-    facts = {"commit": commit, "sources": digest_sources(), "passed": passed, "seconds": seconds}
-    not_run = [name for name in PARTS if name not in results]
-    content = {**facts, "machine": machine(), "parts": results, "not_run": not_run}
-    RESULT.write_text(json.dumps(content, indent=1) + "\n")
+    facts = {"commit": commit, "sources": digest_sources(), "passed": False, "seconds": seconds}
+    _save(RESULT, {**facts, "machine": machine(), "parts": results})
+
+
+def add_parts(other: Path, result: Path = RESULT) -> None:
+    """Add the parts that `result` lacks, from a run of the same GPU code that was not stopped there."""
+    own, more = json.loads(result.read_text()), json.loads(other.read_text())
+    if own["sources"] != more["sources"]:
+        sys.exit(f"{other}: its GPU code differs from that of {result}; run the gate again.")
+    added = {name: {**part, "commit": more["commit"]} for name, part in more["parts"].items()}
+    _save(result, own | {"parts": added | own["parts"]})
+
+
+def _save(path: Path, content: dict[str, Any]) -> None:
+    parts = content["parts"]
+    passed = len(parts) == len(PARTS) and all(part["passed"] for part in parts.values())
+    not_run = [name for name in PARTS if name not in parts]
+    path.write_text(json.dumps(content | {"passed": passed, "not_run": not_run}, indent=1) + "\n")
 
 
 def needed(name: str) -> list[str]:

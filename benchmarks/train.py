@@ -75,7 +75,7 @@ def main() -> None:
 def order(cases: list[str], columns: list[str], rounds: int, *, in_budget: bool) -> list[tuple[str, str]]:
     """Return the order of cases and columns. Columns alternate, so that no column always runs on a warm machine.
 
-    With a budget the peer runs last in the first round, because its rate changes least; only the others alternate.
+    With a budget, the peers of all cases run last in the first round, because their rates change least.
     """
     found = []
     for turn in range(rounds):
@@ -84,9 +84,9 @@ def order(cases: list[str], columns: list[str], rounds: int, *, in_budget: bool)
             own = [column for column in columns if same.get(column, CASES[case].same_steps) not in cases]
             if (turn + number) % 2:
                 own.reverse()
-            if in_budget and turn == 0:
-                own.sort(key=lambda column: column == "peer")
             found += [(case, column) for column in own]
+        if in_budget and turn == 0:
+            found.sort(key=lambda one: one[1] == "peer")
     return found
 
 

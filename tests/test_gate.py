@@ -43,6 +43,24 @@ def test_a_tree_without_a_result_is_told_to_run_the_gate(gate: Any, tree: Path) 
     assert gate.freshness(tree) == "GPU gate: never run on this tree; run `make gpu` on a machine with a GPU."
 
 
+def test_parts_of_a_stopped_run_come_from_another_run_of_the_same_code_only(gate: Any, tmp_path: Path) -> None:
+    *done, last = gate.PARTS
+    ran = {"commit": "b", "sources": "s", "seconds": 9, "parts": {name: {"passed": True} for name in done}}
+    own, other = tmp_path / "gate.json", tmp_path / "other.json"
+    own.write_text(json.dumps(ran))
+    failed = {"passed": False}
+    other.write_text(json.dumps(ran | {"commit": "a", "parts": {done[0]: failed, last: {"passed": True}}}))
+
+    gate.add_parts(other, own)
+
+    found = json.loads(own.read_text())
+    assert (found["passed"], found["not_run"], found["commit"]) == (True, [], "b")
+    assert found["parts"][last] == {"passed": True, "commit": "a"}
+    own.write_text(json.dumps(ran | {"sources": "t"}))
+    with pytest.raises(SystemExit, match="its GPU code differs"):
+        gate.add_parts(other, own)
+
+
 @pytest.mark.parametrize("changed", ["training/loop.py", "planning/calibration.py"])  # the second imports torch
 def test_a_change_of_a_gpu_file_makes_the_result_old_and_another_does_not(gate: Any, tree: Path, changed: str) -> None:
     write_result(gate, tree)
