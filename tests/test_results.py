@@ -42,6 +42,24 @@ def test_a_changed_number_and_a_changed_figure_are_found(tmp_path, monkeypatch):
     assert results.main([str(changed)]) == 0 and results.main([str(changed), "--check"]) == 0
 
 
+def test_claims_count_the_chosen_questions_of_a_suite_only(tmp_path):
+    file = tmp_path / "claims.yaml"
+    kept = (RESULTS / "data" / "claims.yaml").read_text(encoding="utf-8")
+    kept = kept.replace("folder: smollm2-32k/study\n", "folder: smollm2-32k/study\n    where: {niah: {depth: 0.5}}\n")
+    file.write_text(
+        kept.replace("metrics: [niah/16K + niah/32K,", "metrics: [niah/16K + niah/32K, perplexity/16K-32K,")
+    )
+    blocks = importlib.import_module("result_blocks")
+    chosen, every = (blocks._judged(str(path)) for path in (file, RESULTS / "data" / "claims.yaml"))
+
+    def questions(findings, metric):
+        return {one.questions for one in findings if one.metric.startswith(metric) and one.claim.second == "abf"}
+
+    assert questions(every, "niah/16K") == {40}
+    assert questions(chosen, "niah/16K") == {8}, "one of five depths"
+    assert questions(chosen, "perplexity") == {24}, "other suites have no depth"
+
+
 @pytest.mark.parametrize(
     ("block", "wanted"),
     [

@@ -217,8 +217,14 @@ def _judged(file: str) -> list[Finding]:
     results: dict[str, dict[str, BySeed]] = {}
     for data in listed.data:
         arms = results.setdefault(data.folder, {})
-        for run in runs_of(data.folder):
-            arms.setdefault(run.arm, {})[run.seed] = answers_of_run(data.folder, run.name, "{}")
+        for run in runs_of(data.folder) if (RESULTS / data.folder).is_dir() else ():
+            answers = answers_of_run(data.folder, run.name, "{}")
+            for suite, where in data.where.items():
+                counted = answers_of_run(data.folder, run.name, repr(where))
+                answers = {part: found for part, found in answers.items() if part.suite != suite} | {
+                    part: found for part, found in counted.items() if part.suite == suite
+                }
+            arms.setdefault(run.arm, {})[run.seed] = answers
     return judge(listed, results)
 
 

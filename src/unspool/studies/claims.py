@@ -8,7 +8,7 @@ seeds or questions than the file's rule it is exploratory.
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import yaml
 from pydantic import Field, ValidationError
@@ -51,6 +51,7 @@ class Results(Config):
 
     folder: str = Field(description="Folder of results below docs/results.")
     arms: dict[str, str] = Field({}, description="Name in the claims: name in the folder.")
+    where: dict[str, dict[str, Any]] = Field({}, description="Suite: fields of the questions that count.")
 
 
 class Claims(Config):
