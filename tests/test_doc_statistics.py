@@ -1,6 +1,6 @@
 """Every interval and test that README and the results pages quote, computed again with `scipy.stats`.
 
-From the answers and losses committed beside a page; where none are (runs on a CPU, the demo), intervals of right and
+From the answers and losses committed beside a page; where none are (runs on a CPU), intervals of right and
 wrong answers follow from the share and n.
 """
 
@@ -53,7 +53,7 @@ def losses(path: str, *spans: tuple[int, int]) -> ByPrompt:
     return {
         one["hash"]: float(np.mean([_loss(one["losses"], *span) for span in spans]))
         for one in samples(path)
-        if one["suite"] == "loss"
+        if one["suite"] in ("loss", "perplexity")
     }
 
 
@@ -319,16 +319,6 @@ def test_instruction_tuning() -> None:
     assert f"sign test over all lengths p = {stats.binomtest(6, 6).pvalue:.2f}" in text
 
 
-def test_intervals_of_the_demo_in_readme_follow_from_share_and_n() -> None:
-    """The demo's answers are not committed."""
-    (line,) = (line for line in page("README.md").splitlines() if line.startswith("tiny: 256 → 2K. Needle recall"))
-    assert line.count("n = 20") == 2
-    cells = re.findall(r"\d+% \(\d+–\d+\)", line)
-    assert len(cells) == 8
-    for cell in cells:
-        assert cell == wilson(20 * float(cell.split("%")[0]) / 100, 20)
-
-
 def test_needles_on_a_cpu_follow_from_share_and_n() -> None:
     found = table(f"{EVALS}/niah-cpu.csv")
     assert [row["length"] for row in found] == ["1K", "2K", "4K", "8K"]
@@ -395,3 +385,57 @@ def test_the_demo_finds_needles_in_one_wording_only():
                 assert len(scores) == n
                 cells.append(f"{sum(scores):.0f}")
         assert rows[arm] == cells
+
+
+DEMO = {arm: f"demo/run/{arm}.jsonl.gz" for arm in ("base", "abf", "utk", "utk-harpe")}
+DEMO_SPANS = {"inside 256": (0, 256), "at 256–512": (256, 512), "at 512–1K": (512, K), "at 1K–2K": (K, 2 * K)}
+
+
+def _with_half(path: str, span: tuple[int, int]) -> str:
+    values = list(losses(path, span).values())
+    return f"{np.mean(values):.2f} ±{half_width(values):.2f}"
+
+
+def test_the_demo_in_readme_first_run_and_on_its_page() -> None:
+    text = page("docs/results/demo.md")
+    for name, length in {"256": 256, "1K": K, "2K": 2 * K}.items():
+        (cells,) = rows(text, f"needles at {name}, n = 40")
+        assert cells == [percent(list(needles(path, length).values())) for path in DEMO.values()]
+    for name, span in DEMO_SPANS.items():
+        (cells,) = rows(text, f"loss {name}")
+        assert cells == [_with_half(path, span) for path in DEMO.values()]
+
+    recall = [percent(list(needles(path, 2 * K).values())) for path in DEMO.values()]
+    beyond, inside = (
+        [_with_half(path, DEMO_SPANS[name]) for path in DEMO.values()] for name in ("at 1K–2K", "inside 256")
+    )
+    for file in ("README.md", "docs/tutorials/first-run.md"):
+        first, second = (
+            line for line in page(file).splitlines() if line.startswith(("tiny: 256 → 2K", "Loss at 1K–2K"))
+        )
+        assert re.findall(r"\d+% \(\d+–\d+\)", first) == recall
+        assert re.findall(r"\d\.\d\d ±\d\.\d\d", second) == [*beyond, *inside]
+
+
+def test_what_the_demos_page_says_of_depths_and_pairs() -> None:
+    text = page("docs/results/demo.md")
+    found = [one for arm in DEMO for one in samples(DEMO[arm]) if (one["suite"], one["length"]) == ("niah", 2 * K)]
+    right = [one["depth"] for one in found if one["score"] == 1]
+    assert f"{right.count(0)} of the {len(right)} found are at the very start" in text
+    assert sum(one["depth"] == 0 for one in found) - 8 == 24  # without the base model
+
+    def differences(first: str, second: str, span: tuple[int, int]) -> np.ndarray:
+        return paired(losses(DEMO[first], span), losses(DEMO[second], span))
+
+    changes = [differences("base", arm, (0, 256)).mean() for arm in ("abf", "utk", "utk-harpe")]
+    assert f"higher by {min(changes):.3f} to {max(changes):.3f} (paired)" in text
+    fewer = -paired(needles(DEMO["abf"], 2 * K), needles(DEMO["utk"], 2 * K)).mean()
+    assert f"{100 * fewer:.0f} points fewer needles at 2K" in text
+    for sign, first, second, words in (
+        (1, "abf", "utk", "higher by {}"),
+        (-1, "utk", "utk-harpe", "{} lower than UtK"),
+    ):
+        values = sign * differences(first, second, (K, 2 * K))
+        mean, half = values.mean(), half_width(values)
+        assert words.format(f"{mean:.3f}") in text
+        assert f"{mean - half:.3f} to {mean + half:.3f}" in text
