@@ -3,7 +3,7 @@
 import logging
 import tempfile
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,8 +26,7 @@ from unspool.data.sources.files import matching_files
 from unspool.data.sources.registry import source_for_file
 from unspool.data.strategies.base import StrategyConfig
 from unspool.inspection.inspect_data import Inspection, inspect
-from unspool.models.location import model_path, resolve_path
-from unspool.recipe.document_scorer import SCORES, ModelScorer, check_scorer, score_sources
+from unspool.models.location import resolve_path
 
 if TYPE_CHECKING:
     import datasets
@@ -203,7 +202,7 @@ def pack(
         seq_len: Tokens of a row, such as `"64K"`.
         packing: `concat` fills rows and continues documents in the next, `best_fit` keeps documents whole and pads,
             `truncate` fills rows and drops the rest of a document, `single_doc` takes one document per row.
-        strategy: `UtK`, `CIP`, `NExtLong`, `PoSE`, `Upsample` or `LongContextGain`, or several.
+        strategy: `UtK`, `CIP`, `NExtLong`, `PoSE` or `Upsample`, or several.
         attention: `intra_document` or `full`; by default what the strategy needs.
         shares: Share of tokens by name, if `data` is a dict.
         limit: Stop after about this many tokens of rows.
@@ -251,8 +250,7 @@ def pack(
             for name, records in parts.items():
                 build_from_records(records, corpora[name], tokenizer=tokenizer, text=text, name=name)
             embed = embedder(config, tokenizer)
-            scores = _score(config, corpora, Path(scratch), tokenizer)
-            counts = build_rows(config, corpora, folder, tokenizer=tokenizer, seed=seed, embed=embed, scores=scores)
+            counts = build_rows(config, corpora, folder, tokenizer=tokenizer, seed=seed, embed=embed)
     except BaseException:
         if out is None:
             remove(folder.parent)
@@ -263,20 +261,6 @@ def pack(
     if out is None:
         weakref.finalize(dataset, remove, folder.parent)
     return dataset
-
-
-def _score(config: DatasetConfig, corpora: Mapping[str, Path], scratch: Path, tokenizer: Any) -> dict[str, Path]:
-    """Score the documents if the strategy is `LongContextGain`; return the scores folder of each part."""
-    if config.score is None:
-        return {}
-
-    def build(source: str, step: Callable[[Path], Any]) -> Path:
-        step(scratch / SCORES / source)
-        return scratch / SCORES / source
-
-    ref = model_path(config.score.model, Path())
-    check_scorer(config.score, ref, tokenizer, place="score")
-    return score_sources(config, corpora, scorer=ModelScorer(ref), build=build)
 
 
 def _parts(data: Any, shares: Mapping[str, float] | None, text: str) -> dict[str, Iterable[Any]]:

@@ -31,14 +31,7 @@ MOST_USES = 4.0
 
 
 class LongContextGain(StrategyConfig):
-    """LongFilter: score documents by what long context adds to their prediction, and use those with the highest scores.
-
-    Example:
-        >>> import unspool
-        >>> score = unspool.LongContextGain(model="asset:tiny-base", long=256, short=64, keep=0.2)
-        >>> score.use, score.keep
-        ('top', 0.2)
-    """
+    """LongFilter: score documents by what long context adds to their prediction, and use those with high scores."""
 
     name: ClassVar[str] = "score"
     title: ClassVar[str] = "documents chosen by long-context gain (LongFilter)"
@@ -46,8 +39,8 @@ class LongContextGain(StrategyConfig):
 
     method: Literal["long_context_gain"] = Field(
         default="long_context_gain",
-        description="How documents are scored. `long_context_gain`: mean of p · (loss with short context − loss with "
-        "long context) over a document's tokens, where p is a token's probability with long context.",
+        description="How documents are scored. `long_context_gain` is the mean of p · (short loss − long loss) over a "
+        "document's tokens. The losses are with short and long context, and p is the probability with long context.",
     )
     model: str = Field(
         min_length=1,
@@ -72,11 +65,15 @@ class LongContextGain(StrategyConfig):
         default=(), description="Sources to score; the others are used whole. Default: all of the dataset."
     )
 
-    def check(self, dataset: "DatasetConfig") -> None:
+    def check_lengths(self) -> None:
+        """Raise ValueError if the long context is not well above the short one."""
         if self.long < 2 * self.short:
             raise ValueError(
                 f"score.long {format_size(self.long)} is less than twice score.short {format_size(self.short)}"
             )
+
+    def check(self, dataset: "DatasetConfig") -> None:
+        self.check_lengths()
         unknown = [name for name in self.sources if name not in dataset.shares]
         if unknown:
             raise ValueError(
@@ -136,8 +133,10 @@ def uses_by_gain(gains: np.ndarray, lens: np.ndarray, config: LongContextGain, r
         uses[order[before < wanted]] = 1
         return uses
     weights = np.maximum(gains, 0.0)
-    expected = np.minimum(wanted * weights / max(float((weights * lens).sum()), np.finfo(float).tiny), MOST_USES)
-    return np.floor(expected + rng.random(len(gains))).astype(np.int64)
+    total = float((weights * lens).sum())
+    expected = np.minimum(wanted * weights / total, MOST_USES) if total else weights
+    drawn: np.ndarray = np.floor(expected + rng.random(len(gains))).astype(np.int64)
+    return drawn
 
 
 def describe_gains(
