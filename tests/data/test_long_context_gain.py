@@ -6,16 +6,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 from pydantic import ValidationError
-from tests.data.test_rows import build, write_corpus
 
 from unspool.core.artifacts import read_manifest
-from unspool.core.errors import DataError
+from unspool.core.errors import ConfigError, DataError
 from unspool.data import document_scores
 from unspool.data.document_scores import SCORES_FILE, read_scores, score_documents
 from unspool.data.packing.build import build_rows
 from unspool.data.packing.config import DatasetConfig
 from unspool.data.packing.store import open_rows
 from unspool.data.strategies.long_context_gain import LongContextGain, document_gain, uses_by_gain
+
+from .test_rows import build, write_corpus
 
 LONG, SHORT = 32, 8
 
@@ -274,3 +275,10 @@ def test_no_gain_above_0_leaves_nothing_to_weigh(tmp_path, tokenizer):
             seed=0,
             scores={"a": folder},
         )
+
+
+def test_rows_without_scores_are_refused(tmp_path, tokenizer):
+    write_corpus(tmp_path / "a", [40] * 9, start=1000)
+    with pytest.raises(ConfigError, match=r"the documents of a are not scored.*unspool.long_context_gains"):
+        build({"a": tmp_path / "a"}, tokenizer, tmp_path / "out", score=SCORE)
+    assert not (tmp_path / "out").exists()
