@@ -269,7 +269,9 @@ def _trained(entry: Mapping[str, Any]) -> str:
 
 def _strategies(entry: Mapping[str, Any]) -> str:
     name = entry.get("strategy", {}).get("name")
-    return ", ".join([*([name] if name else []), *(["upsample"] if "upsample" in entry else [])])
+    is_scored = any("score" in part for part in entry.get("sources", {}).values())
+    used = {"upsample": "upsample" in entry, "score": is_scored}
+    return ", ".join([*([name] if name else []), *(key for key, found in used.items() if found)])
 
 
 def _reasons(counts: Mapping[str, int]) -> str:

@@ -15,6 +15,7 @@ from unspool.inspection.input_documents import Collection, Corpus, Records
 from unspool.inspection.items import Show, item_values, listing_values, summary_values
 from unspool.inspection.packed_rows import Rows
 from unspool.inspection.run_paths import DataPath, Entry, find_data, list_run, published_folders, sources_of
+from unspool.inspection.scored_documents import ScoredDocuments
 from unspool.inspection.terminal import SHORT, print_item, print_listing, print_summary
 from unspool.inspection.viewer_page import render_page
 from unspool.models.location import model_path
@@ -96,7 +97,7 @@ def inspect(
     """Look at documents and packed rows: where documents begin, end and are cut, and which tokens carry no loss.
 
     Args:
-        path: A run, a folder of its `corpus/` or `datasets/`, a folder of `pack`, or an input file.
+        path: A run, a folder of its `corpus/`, `document_scores/` or `datasets/`, a folder of `pack`, or an input file.
         index: Which rows or documents to show, from 0; by default the first and random others.
         count: How many to show, 3 by default.
         seed: Random seed of that choice.
@@ -227,4 +228,6 @@ def _open(place: DataPath, *, tokenizer: Any, field: str | None, seed: int) -> C
         return Records(place, found, field=field, seed=seed)
     if field is not None:
         raise ConfigError("`text` is for JSONL and Parquet files; data in a run's folder is already tokenized.")
+    if place.kind == "document_scores":
+        return ScoredDocuments(place, load_tokenizer_of(place, tokenizer))
     return (Rows if place.kind == "dataset" else Corpus)(place, load_tokenizer_of(place, tokenizer))

@@ -34,6 +34,7 @@ class Summary:
     lengths: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     sample: str = ""  # the rows with measured lengths, unless all
     notes: list[str] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)  # shown as they are, such as a histogram
 
     @property
     def bins(self) -> Histogram:
@@ -230,7 +231,7 @@ def summary_values(summary: Summary) -> dict[str, Any]:
         "lengths_of": summary.part,
         "sample": summary.sample,
         "notes": summary.notes,
-    }
+    } | ({"lines": summary.lines} if summary.lines else {})
 
 
 def item_values(item: Item) -> dict[str, Any]:

@@ -17,14 +17,14 @@ from unspool.core.errors import ConfigError, DataError
 from unspool.core.sizes import format_size
 from unspool.data.packing.describe import summarize_packing
 
-Kind = Literal["run", "dataset", "corpus", "records"]
+Kind = Literal["run", "dataset", "corpus", "document_scores", "records"]
 # Prefixes of the Arrow files of each kind of folder.
-PREFIXES: dict[str, Kind] = {"rows-": "dataset", "docs-": "corpus"}
+PREFIXES: dict[str, Kind] = {"rows-": "dataset", "docs-": "corpus", "scores-": "document_scores"}
 # Files that `unspool synth` writes.
 CONVERSATIONS = "conversations-*.jsonl.zst"
 ACCEPTED_PATHS = (
-    "a run's folder, a folder of its corpus/, datasets/ or synth/, a rows-*.arrow or docs-*.arrow file, "
-    "or an input file such as books.jsonl or book.txt"
+    "a run's folder, a folder of its corpus/, datasets/, document_scores/ or synth/, a rows-*.arrow or docs-*.arrow "
+    "file, or an input file such as books.jsonl or book.txt"
 )
 
 
@@ -95,15 +95,15 @@ def find_data(path: Path) -> DataPath:
 
 
 def published_folders(folder: Path) -> list[PublishedFolder]:
-    """Find the published corpora and datasets in a run's folder, or directly in `folder`."""
+    """Find the published corpora, scores and datasets in a run's folder, or directly in `folder`."""
     found = []
-    for pattern in ("corpus/*", "datasets/*", "*"):
+    for pattern in ("corpus/*", "document_scores/*", "datasets/*", "*"):
         for inner in sorted(folder.glob(pattern)):
             # Unfinished folders, and those being replaced, are not results.
             if inner.name.endswith(WORK_ENDINGS) or not inner.is_dir():
                 continue
             manifest = read_manifest(inner) or {}
-            if manifest.get("kind") in ("corpus", "dataset"):
+            if manifest.get("kind") in PREFIXES.values():
                 found.append(PublishedFolder(folder=inner, manifest=manifest))
     return found
 
@@ -162,7 +162,7 @@ def check_files(paths: Sequence[Path]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    kind: str  # "corpus" or "dataset"
+    kind: str  # "corpus", "scores" or "dataset"
     name: str
     count: int | None  # documents or rows; None if not in the manifest
     tokens: int | None
@@ -187,7 +187,7 @@ def _entry(published: PublishedFolder) -> Entry:
     count = published.counts.get("rows" if published.kind == "dataset" else "documents")
     tokens = published.counts.get("tokens")
     return Entry(
-        kind=published.kind,
+        kind="scores" if published.kind == "document_scores" else published.kind,
         name=published.folder.name,
         count=count if isinstance(count, int) else None,
         tokens=tokens if isinstance(tokens, int) else None,
@@ -199,6 +199,8 @@ def _entry(published: PublishedFolder) -> Entry:
 def _about(published: PublishedFolder) -> str:
     if published.kind == "corpus":
         return f"kind: {published.settings['kind']}" if published.settings.get("kind") else ""
+    if published.kind == "document_scores":
+        return "best and worst documents"
     length = published.settings.get("seq_len")
     parts = [
         f"{format_size(length)} tokens" if isinstance(length, int) else "",

@@ -35,6 +35,9 @@ _SHOWN = (
     "sources",
     "shares",
     "packing",
+    "method",
+    "contexts",
+    "gain 0",
     "quarantined",
     "filtered",
     "dropped",
@@ -52,6 +55,8 @@ def print_summary(console: Console, summary: Summary) -> None:
             console.print(f"{name}: {one_line(facts[name])}", soft_wrap=True)
     if summary.length_line:
         console.print(summary.length_line, soft_wrap=True)
+    for line in summary.lines:
+        console.print(one_line(line), soft_wrap=True)
     for note in summary.notes:
         console.print(Text(f"note: {one_line(note)}", style="yellow"), soft_wrap=True)
 

@@ -67,6 +67,7 @@ class SectionView:
     facts: list[tuple[str, str]]
     lengths_of: str
     notes: list[str]
+    lines: list[str]
     chart: Markup
     items: list[ItemView]
 
@@ -104,6 +105,7 @@ def _section(summary: Summary, items: list[Item], number: int) -> SectionView:
         facts=[(name, one_line(value)) for name, value in summary.facts],
         lengths_of=f"of {len(summary.lengths):,} {summary.part}s {summary.sample}".rstrip(),
         notes=[one_line(note) for note in summary.notes],
+        lines=[one_line(line) for line in summary.lines],
         chart=length_chart(summary.bins),
         items=[_item(item, f"{anchor}-item", place, len(items)) for place, item in enumerate(items)],
     )

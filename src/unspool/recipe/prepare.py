@@ -1,12 +1,15 @@
 """The steps of a run that need no model: tokenize the sources, pack the datasets."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from unspool.data.corpus.build import build_corpus
 from unspool.data.corpus.executors import check_engine
 from unspool.data.packing.build import build_rows
+from unspool.data.packing.config import DatasetConfig
 from unspool.recipe.context import RunContext
+from unspool.recipe.document_scorer import SCORES, ModelScorer, check_scorer, score_sources
 from unspool.recipe.load import LoadedRecipe, check_inputs
 from unspool.recipe.needs import tokens_needed
 from unspool.recipe.packed_dataset import embedder
@@ -26,7 +29,11 @@ def check_data_inputs(context: RunContext) -> None:
     """Reject inputs that cannot be read or run on this machine, before anything is written."""
     check_inputs(context.loaded)
     check_engine(context.recipe.engine)
-    _ = context.tokenizer
+    tokenizer = context.tokenizer
+    for name, dataset in context.recipe.datasets.items():
+        if dataset.score is not None:
+            ref = context.loaded.model_path(dataset.score.model)
+            check_scorer(dataset.score, ref, tokenizer, place=f"datasets.{name}.score")
 
 
 def tokenize(context: RunContext) -> Counts:
@@ -66,17 +73,34 @@ def pack(context: RunContext) -> Counts:
 
 def _pack_dataset(context: RunContext, name: str) -> dict[str, Any]:
     config = context.recipe.datasets[name]
+    corpora = {source: context.out / "corpus" / source for source in config.shares}
+    scores = _score(context, config, corpora)
     return context.build(
         f"datasets/{name}",
         lambda folder: build_rows(
             config,
-            {source: context.out / "corpus" / source for source in config.shares},
+            corpora,
             folder,
             tokenizer=context.tokenizer,
             seed=context.recipe.seed,
             embed=embedder(config, context.tokenizer, context.loaded.model_path),
+            scores=scores,
         ),
     )
+
+
+def _score(context: RunContext, config: DatasetConfig, corpora: dict[str, Path]) -> dict[str, Path]:
+    """Score the documents of a dataset with `score`; return the scores folder of each source."""
+    if config.score is None:
+        return {}
+
+    def build(source: str, step: Callable[[Path], Any]) -> Path:
+        folder = f"{SCORES}/{source}"
+        context.build(folder, step)
+        return context.out / folder
+
+    scorer = ModelScorer(context.loaded.model_path(config.score.model), context.recipe.device)
+    return score_sources(config, corpora, scorer=scorer, build=build)
 
 
 def _synthesize(context: RunContext, sets: list[str]) -> None:

@@ -91,6 +91,7 @@ def reference_problems(data: Mapping[str, Any]) -> Iterator[Problem]:
             yield Problem(
                 place=("datasets", name, "replace", "with"), text=_unknown("source", replacing, list(sources))
             )
+    yield from _score_problems(rows)
     for index, stage in enumerate(stages):
         yield from _mix_problems(index, stage, rows)
         yield from _validation_problems(index, stage, rows)
@@ -132,6 +133,29 @@ def _synth_problems(sets: Mapping[str, Any], sources: Mapping[str, Any]) -> Iter
             elif (kind := SOURCES.get(_text(_entries(sources[source]).get("kind")))) and kind.is_chat:
                 text = f"source {source!r} holds conversations; give a source of documents."
                 yield Problem(place=place, text=text)
+
+
+def _score_problems(rows: Mapping[str, Any]) -> Iterator[Problem]:
+    """Reject two ways to score one source, because a run keeps one set of scores for each."""
+    first: dict[str, tuple[str, list[Any]]] = {}
+    for name, entry in rows.items():
+        score = _entries(_entries(entry).get("score"))
+        if not score:
+            continue
+        given = [score.get("model"), *(_size(score.get(key)) for key in ("long", "short"))]
+        wanted = _entries(entry).get("from")
+        with suppress(ValueError):  # the dataset's class rejects an unknown mix
+            wanted = expand_mix(wanted)
+        sources = [wanted] if isinstance(wanted, str) else list(_entries(wanted))
+        sources += [_text(_entries(_entries(entry).get("replace")).get("with"))]
+        for source in [each for each in sources if not score.get("sources") or each in score["sources"]]:
+            other, before = first.setdefault(source, (name, given))
+            if before != given:
+                text = f"datasets.{other} scores source {source!r} with other settings"
+                yield Problem(
+                    place=("datasets", name, "score"),
+                    text=f"{text}; give both the same model, long and short, or add the source under a second name.",
+                )
 
 
 def _mix_problems(index: int, stage: Mapping[str, Any], rows: Mapping[str, Any]) -> Iterator[Problem]:

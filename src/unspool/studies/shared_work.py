@@ -18,6 +18,7 @@ from unspool.core.lock import LOCK, wait_for_lock
 from unspool.models.config import NewModel
 from unspool.models.location import ASSET_PREFIX, expand_home, path_exists
 from unspool.recipe.context import RunContext, Share
+from unspool.recipe.document_scorer import SCORES
 from unspool.recipe.json_schema import value_at
 from unspool.recipe.load import EVAL_PATHS, LoadedRecipe, load_recipe
 from unspool.recipe.run import BASE
@@ -137,6 +138,11 @@ def shared_folders(loaded: LoadedRecipe) -> dict[str, str]:
     used = {source for config in recipe.datasets.values() for source in config.shares}
     folders = {f"corpus/{name}": corpus_key(loaded, name) for name in recipe.sources if name in used}
     folders |= {f"datasets/{name}": dataset_key(loaded, name) for name in recipe.datasets}
+    for config in recipe.datasets.values():
+        if config.score is not None:
+            by = [located(loaded, config.score.model), config.score.scoring(), recipe.device]
+            for name in config.score.scored_sources(config):
+                folders[f"{SCORES}/{name}"] = digest([corpus_key(loaded, name), *by])[:16]
     scores = base_scores_key(loaded)
     return folders | ({f"scores/{BASE}": scores} if scores else {})
 

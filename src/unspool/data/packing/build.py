@@ -9,7 +9,7 @@ Reasons for dropped tokens: `unread`, documents never drawn (`limit`, or a sourc
 that was never filled; `limit`, the rest of a document when the limit was reached; `cut`, the rest of a document under
 `truncate`; `share`, the rest of a document that was cut where its source reached its share; `short` and `tail`, under
 `single_doc`, documents shorter than a row and rests after whole rows; `downsampled`, short documents that `upsample`
-does not keep; `untrained`, rows without any loss.
+does not keep; `low_gain`, documents that `score` does not keep; `untrained`, rows without any loss.
 
 Further counts, all by source: `padding`, tokens under `best_fit`; `fill_rate`, the share of rows that is not padding;
 `truncated`, documents that are not whole in one row, and `truncation_rate`; `lengths` of the documents as rows hold
@@ -32,10 +32,11 @@ import numpy as np
 from transformers import PreTrainedTokenizerFast
 
 from unspool.core.artifacts import digest, publish, read_manifest, stale_reason
-from unspool.core.errors import DataError
+from unspool.core.errors import ConfigError, DataError
 from unspool.core.progress import progress_bar
 from unspool.core.sizes import format_count, format_size
 from unspool.data.corpus.store import CorpusReader, open_corpus
+from unspool.data.document_scores import read_scores
 from unspool.data.lengths import Lengths, add_up
 from unspool.data.mixture import MOST_EPOCHS
 from unspool.data.packing.config import DatasetConfig
@@ -46,6 +47,7 @@ from unspool.data.packing.row import Row, num_trained
 from unspool.data.packing.shares import TOLERANCE, ShareKeeper
 from unspool.data.packing.store import RowWriter
 from unspool.data.strategies.base import Finish, PackingInputs, RowBuilder
+from unspool.data.strategies.long_context_gain import describe_gains
 from unspool.data.strategies.retrieval import Embed
 from unspool.data.tokenize.chat_template import TEMPLATE_FILE, common_template
 from unspool.data.tokenize.encoder import build_encoder
@@ -63,16 +65,25 @@ def build_rows(
     tokenizer: PreTrainedTokenizerFast,
     seed: int,
     embed: Embed | None = None,
+    scores: Mapping[str, Path] | None = None,
 ) -> dict[str, Any]:
     """Write the rows of `config` to `out_dir`, unless they are up to date; return the counts of the manifest.
 
     `corpora` maps source names to corpus folders; `tokenizer` is the unchanged tokenizer of these corpora. `embed`
-    computes embeddings of texts, for `negatives` with `retriever: embeddings` only.
+    computes embeddings of texts, for `negatives` with `retriever: embeddings` only. `scores` maps the sources that
+    `score` chooses documents of to their scores folders.
     """
     name = out_dir.name
-    inputs = {f"corpus {source}": _corpus_digest(corpora[source]) for source in config.shares}
+    wanted = [] if config.score is None else config.score.scored_sources(config)
+    if set(wanted) - set(scores or {}):
+        raise ConfigError(
+            f"dataset {name}: the documents of {', '.join(wanted)} are not scored. `score` works in a recipe; in "
+            "Python, choose texts with unspool.long_context_gains and pack them."
+        )
+    inputs = {f"corpus {source}": _files_digest(corpora[source]) for source in config.shares}
     if embed is not None:
         inputs["embeddings"] = embed.digest
+    inputs |= {f"scores {source}": _files_digest(folder) for source, folder in (scores or {}).items()}
     if any(strategy.uses_tokenizer for strategy in config.strategies):
         inputs["tokenizer"] = build_encoder(tokenizer).digest
     # Omitted when it is the default, so that datasets from before this key stay up to date.
@@ -100,7 +111,9 @@ def build_rows(
     with publish(out_dir, kind=KIND, inputs=inputs, settings=settings) as draft:
         builder = _row_builder(config, given)
         tally, most = Tally(), _most_rows(config)
-        order = Order(config, readers, seed=seed, name=name, builder=builder, tally=tally, most_rows=most)
+        gains = {source: read_scores(folder).gains for source, folder in (scores or {}).items()}
+        order = Order(config, readers, seed=seed, name=name, builder=builder, tally=tally, most_rows=most, gains=gains)
+        _check_gains(order, gains, name)
         if tally.shares:
             _check_suffices(config, tally.shares, name, builder)
         draft.counts = _write_rows(config, order, builder, tally, draft.folder, _finish(config, given))
@@ -121,6 +134,23 @@ def build_rows(
             f"dataset {name}: source {order.ran_out} ran out; {unread} tokens are not used, to keep the shares"
         )
     return draft.counts
+
+
+def _check_gains(order: Order, gains: Mapping[str, np.ndarray], name: str) -> None:
+    """Reject a source of which `score` keeps nothing; warn if documents without gain are kept."""
+    for source, values in gains.items():
+        uses = order.gain_uses[source]
+        if not uses.any():
+            raise DataError(
+                f"dataset {name}: score keeps no document of source {source}, because none has a gain above 0; use "
+                "score.use: top, a shorter score.short, or longer documents."
+            )
+        zero = int(((values == 0) & (uses > 0)).sum())
+        if zero:
+            logger.warning(
+                f"dataset {name}: of the {int((uses > 0).sum()):,} documents that score keeps of source {source}, "
+                f"{zero:,} have gain 0, as all of at most score.short tokens; lower score.keep to leave them out"
+            )
 
 
 def _row_builder(config: DatasetConfig, inputs: PackingInputs) -> RowBuilder:
@@ -185,7 +215,7 @@ def _write_rows(
 
 
 def _pack(config: DatasetConfig, order: Order, pack: Packer, tally: Tally) -> RowStream:
-    if (config.upsample or config.max_epochs > 1) and config.packing == "best_fit":
+    if (config.upsample or config.score or config.max_epochs > 1) and config.packing == "best_fit":
         # Best fit plans many documents at a time and groups equal lengths, so copies of a document would share a row.
         for stretch in order.stretches():
             yield from pack(stretch, config.seq_len, tally)
@@ -273,8 +303,10 @@ def _counts(
     drawn = order.drawn(0 if config.packing == "best_fit" else tally.given_back)
     for name, entry in drawn.items():
         tally.drop("downsampled", name, entry.dropped)
+        tally.drop("low_gain", name, entry.low_gain)
         # Documents given back are already counted as unread.
-        tally.drop("unread", name, order.readers[name].num_tokens - entry.dropped - entry.read + entry.again)
+        left_out = entry.dropped + entry.low_gain
+        tally.drop("unread", name, order.readers[name].num_tokens - left_out - entry.read + entry.again)
     tokens_in = sum(reader.num_tokens for reader in order.readers.values())
     again = sum(entry.again for entry in drawn.values())
     assert tokens_in + tally.added + again == row_tokens + tally.dropped.total(), tally
@@ -299,6 +331,13 @@ def _counts(
         counts["upsample"] = _upsample_counts(drawn, order.readers)
         for name, entry in drawn.items():
             sources[name] |= {"tokens_added": entry.again, "upsample": _upsample_counts({name: entry}, order.readers)}
+    if config.score:
+        for name, uses in order.gain_uses.items():
+            lens = order.readers[name].lens
+            sources[name]["score"] = describe_gains(order.gains[name], lens, uses, config.score.short)
+        if not config.upsample:
+            for name, entry in drawn.items():
+                sources[name]["tokens_added"] = entry.again
     if not builder.counts_documents:
         return counts | {"lengths": pieces.histogram()}
     in_rows = sum(entry.documents for entry in tally.sources.values())
@@ -344,7 +383,7 @@ def _by_reason(dropped: Counter[str]) -> dict[str, int]:
     return {reason: count for reason, count in sorted(dropped.items()) if count}
 
 
-def _corpus_digest(folder: Path) -> str:
+def _files_digest(folder: Path) -> str:
     return digest((read_manifest(folder) or {}).get("files"))
 
 

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, field_validator, model_serializer, model_validator
 from pydantic.fields import FieldInfo
 
 from unspool.core.config import Config, Current, register
@@ -10,6 +10,7 @@ from unspool.core.sizes import Size
 from unspool.data.packing.known_mixes import expand_mix
 from unspool.data.strategies.base import StrategyConfig
 from unspool.data.strategies.cip import CIP
+from unspool.data.strategies.long_context_gain import LongContextGain
 from unspool.data.strategies.nextlong import NExtLong
 from unspool.data.strategies.pose import PoSE
 from unspool.data.strategies.upsample import Upsample
@@ -48,6 +49,9 @@ class DatasetConfig(Config):
         None, description="NExtLong: insert similar text from other documents between the chunks of a document."
     )
     upsample: Upsample | None = Field(None, description="Use long documents more often, or short ones less often.")
+    score: LongContextGain | None = Field(
+        None, description="Score documents with a model, and use those with the highest scores (LongFilter)."
+    )
     pose: PoSE | None = Field(None, description="PoSE: give short rows the positions of a longer context.")
     replace: ReplaceConfig | None = Field(
         None, description="Give a share of the tokens to another source, such as synthetic tasks."
@@ -61,6 +65,12 @@ class DatasetConfig(Config):
         None, description="Stop after about this many tokens of rows. Default: use every source until one runs out."
     )
     max_epochs: int = Field(1, ge=1, description="How often each source may be read from start to end.")
+
+    @model_serializer(mode="wrap")
+    def _without_new_keys(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Omit keys that are not set, so that datasets and studies from before these keys stay up to date."""
+        values: dict[str, Any] = dump(self)
+        return {key: value for key, value in values.items() if key != "score" or value is not None}
 
     @property
     def strategies(self) -> list[StrategyConfig]:

@@ -18,6 +18,7 @@ from unspool.data.packing.config import DatasetConfig
 from unspool.data.packing.pack import Doc, Tally
 from unspool.data.packing.shares import ShareKeeper, SourceShare
 from unspool.data.strategies.base import RowBuilder
+from unspool.data.strategies.long_context_gain import uses_by_gain
 from unspool.data.strategies.upsample import draw_uses, is_again, spread
 
 # Source, document, start and stop of a document or of a part that counts as one (`longest`), and the number of tokens
@@ -34,13 +35,15 @@ class Drawn(NamedTuple):
     long: int  # of `used`: in documents that upsampling calls long
     long_in: int  # in long documents of the corpus
     dropped: int  # in documents that upsampling drops
+    low_gain: int  # in documents that `score` drops
 
 
 class Order:
     """The documents of all sources in packing order; iterable once.
 
     `builder` describes the needs of its rows, and `most_rows` is the limit. With several sources, `tally.shares`
-    chooses the source of the next document. The tally counts documents that are cut to keep the shares.
+    chooses the source of the next document. `gains` are the scores of the
+    documents of scored sources. The tally counts documents that are cut to keep the shares.
     """
 
     def __init__(
@@ -53,6 +56,7 @@ class Order:
         builder: RowBuilder,
         tally: Tally,
         most_rows: int | None = None,
+        gains: Mapping[str, np.ndarray] | None = None,
     ) -> None:
         rng = rng_for(seed, "rows", name)
         self.readers = readers
@@ -67,17 +71,34 @@ class Order:
         self._most_tokens = most_rows * config.seq_len if most_rows and config.packing == "best_fit" else None
         self._above = config.upsample.above if config.upsample else 0
         spans = [_spans(reader.lens, config.max_doc_len) for reader in self._readers]
-        if config.upsample is None:
+        self.gains = gains or {}
+        self._low_gain = [0] * len(spans)
+        self.gain_uses: dict[str, np.ndarray] = {}  # of scored sources: how often each document is used
+        if config.score is not None:
+            chances = rng_for(seed, "score", name)
+            for source, values in self.gains.items():
+                self.gain_uses[source] = uses_by_gain(values, readers[source].lens, config.score, chances)
+        if config.upsample is None and config.score is None:
             self._spans = [rng.permutation(each) for each in spans]
             self._again = [np.zeros(len(each), dtype=np.bool_) for each in spans]
             self._dropped = [0] * len(spans)
         else:
-            chances = rng_for(seed, "upsample", name)
-            uses = [draw_uses(reader.lens, config.upsample, chances) for reader in self._readers]
+            uses = [np.ones(len(reader), dtype=np.int64) for reader in self._readers]
+            if config.upsample is not None:
+                chances = rng_for(seed, "upsample", name)
+                uses = [draw_uses(reader.lens, config.upsample, chances) for reader in self._readers]
+            by_gain = [self.gain_uses.get(source, np.ones_like(use)) for source, use in zip(readers, uses, strict=True)]
+            self._low_gain = [
+                int(reader.lens[use == 0].sum()) for reader, use in zip(self._readers, by_gain, strict=True)
+            ]
+            dropped = [
+                reader.lens[(use == 0) & (often > 0)]
+                for reader, use, often in zip(self._readers, uses, by_gain, strict=True)
+            ]
+            uses = [use * often for use, often in zip(uses, by_gain, strict=True)]
             orders = [spread(use[each[:, 0]], rng) for use, each in zip(uses, spans, strict=True)]
             self._spans = [each[order] for each, order in zip(spans, orders, strict=True)]
             self._again = [is_again(order) for order in orders]
-            dropped = [reader.lens[use == 0] for reader, use in zip(self._readers, uses, strict=True)]
             self._dropped = [int(lens.sum()) for lens in dropped]
         if config.max_epochs > 1:
             again = [[rng.permutation(len(each)) for _ in range(config.max_epochs - 1)] for each in self._spans]
@@ -122,6 +143,7 @@ class Order:
             long=int(used[lens[docs[:num_used]] >= self._above].sum()),
             long_in=int(lens[lens >= self._above].sum()),
             dropped=self._dropped[source],
+            low_gain=self._low_gain[source],
         )
 
     def _share_keeper(self, config: DatasetConfig, builder: RowBuilder, most_rows: int | None) -> ShareKeeper:

@@ -23,6 +23,8 @@ from unspool.core.artifacts import file_digest
 from unspool.core.errors import ConfigError, DataError
 from unspool.core.sizes import Size, format_size
 from unspool.core.stats import t_quantile
+from unspool.data.strategies import long_context_gain
+from unspool.data.strategies.long_context_gain import STRIDES
 from unspool.evals.backends.base import Backend
 from unspool.evals.config import EvalConfig
 from unspool.evals.heldout import Heldout, PlanInputs
@@ -32,8 +34,6 @@ from unspool.evals.suites.perplexity import PerplexityEval, windows
 
 SHORT_CONTEXT = 4096  # tokens, as in the paper
 SAMPLES_FILE = "samples.jsonl"
-# Short contexts have at least short_context − short_context / STRIDES and at most short_context tokens.
-STRIDES = 4
 
 
 class LongPPLEval(EvalConfig):
@@ -77,14 +77,7 @@ class LongPPLEval(EvalConfig):
 
 def short_losses(backend: Backend, ids: np.ndarray, short_context: int) -> np.ndarray:
     """Return −log p of tokens from position `short_context` on, each with at most `short_context` context tokens."""
-    stride = max(1, short_context // STRIDES)
-    found = []
-    for start in range(short_context, len(ids), stride):
-        stop = min(start + stride, len(ids))
-        # The first token of a window is not predicted, so start one token earlier.
-        losses = backend.window_losses(ids[stop - short_context - 1 : stop])
-        found.append(losses[-(stop - start) :])
-    return np.concatenate(found)
+    return long_context_gain.short_losses(backend.window_losses, ids, short_context)
 
 
 def choose_key_tokens(config: LongPPLEval, long: np.ndarray, short: np.ndarray) -> np.ndarray:
