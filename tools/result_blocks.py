@@ -198,17 +198,20 @@ def claims(settings: Mapping[str, Any]) -> Output:
     found = [one for one in _judged(settings["file"]) if one.claim.paper == settings["paper"]]
     if not found:
         raise ConfigError(f"{settings['file']} has no claims of {settings['paper']!r}.")
-    rows = []
+    rows, not_run = [], []
     for claim in dict.fromkeys(id(one.claim) for one in found):
         mine = [one for one in found if id(one.claim) == claim]
         done = [one for one in mine if one.interval is not None]
-        rows += [_finding(one, first=at == 0) for at, one in enumerate(done or mine[:1])]
+        rows += [_finding(one, first=at == 0) for at, one in enumerate(done)]
+        if not done:
+            not_run.append(f"- {mine[0].claim.claim}")
     head = ["claim", "paper", "measure", "difference (95% interval)", "p", "n per cell", "seeds", "verdict"]
     rule = (
         f"Exploratory: fewer than {listed.rule.seeds} seeds or {listed.rule.questions} questions per seed and length. "
         "p: Holm's method over this table."
     )
-    return Output(text="\n".join([*markdown_lines(head, rows), "", rule]))
+    table = [*markdown_lines(head, rows), "", rule, ""] if rows else []
+    return Output(text="\n".join([*table, *(["Not run:", "", *not_run] if not_run else [])]).rstrip())
 
 
 @cache
@@ -230,8 +233,7 @@ def _judged(file: str) -> list[Finding]:
 
 def _finding(one: Finding, *, first: bool) -> list[str]:
     paper = [one.claim.claim, f"{one.claim.source}: {one.claim.theirs}"] if first else ["", ""]
-    if one.interval is None or one.measure is None:
-        return [*paper, *[MISSING] * 5, one.verdict]
+    assert one.interval is not None and one.measure is not None
     verdict = f"{one.verdict}, exploratory" if one.exploratory else f"**{one.verdict}**"
     cells = [show_difference(one.interval, one.measure), show_p(one.p), str(one.questions), str(one.interval.seeds)]
     return [*paper, f"`{one.metric}`", *cells, verdict]

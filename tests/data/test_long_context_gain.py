@@ -173,7 +173,7 @@ def test_damaged_unfinished_gains_are_computed_again(tmp_path):
     score_documents(config(), corpus, tmp_path / "whole", scorer=Counting())
     with pytest.raises(KeyboardInterrupt):
         score_documents(config(), corpus, tmp_path / "out", scorer=Counting(40))
-    done = tmp_path / "out.partial/work/gains.jsonl"
+    done = tmp_path / "out.partial" / "work" / "gains.jsonl"
     assert len(done.read_bytes().splitlines()) > 1
     done.write_bytes(done.read_bytes().replace(b"0.", b"1.", 1))
     score_documents(config(), corpus, tmp_path / "out", scorer=Counting())
