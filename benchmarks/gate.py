@@ -117,6 +117,9 @@ def _write_result(commit: str | None, results: dict[str, dict[str, Any]], *, sec
 
 def add_parts(other: Path, result: Path = RESULT) -> None:
     """Add the parts that `result` lacks, from a run of the same GPU code that was not stopped there."""
+    absent = next((path for path in (result, other) if not path.is_file()), None)
+    if absent:
+        sys.exit(f"{absent}: there is no such file; `gate.py` writes one on a machine with a GPU.")
     own, more = json.loads(result.read_text()), json.loads(other.read_text())
     if own["sources"] != more["sources"]:
         sys.exit(f"{other}: its GPU code differs from that of {result}; run the gate again.")

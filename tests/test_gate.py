@@ -59,6 +59,9 @@ def test_parts_of_a_stopped_run_come_from_another_run_of_the_same_code_only(gate
     own.write_text(json.dumps(ran | {"sources": "t"}))
     with pytest.raises(SystemExit, match="its GPU code differs"):
         gate.add_parts(other, own)
+    own.unlink()
+    with pytest.raises(SystemExit, match=r"gate\.json: there is no such file"):
+        gate.add_parts(other, own)
 
 
 @pytest.mark.parametrize("changed", ["training/loop.py", "planning/calibration.py"])  # the second imports torch
