@@ -127,4 +127,5 @@ def _spell(value: Any) -> str:
 
 
 def _rounded(base: float) -> float:
-    return float(format_base(base))
+    """Round to the three digits that a recipe shows."""
+    return float(f"{base:.3g}")

@@ -1,6 +1,6 @@
 """The result of a trial: losses of every RoPE method, ranked, with paired differences to the best."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -10,8 +10,8 @@ from rich.console import Console
 
 from unspool.core.formatting import format_signed, join_words
 from unspool.core.result import Result
-from unspool.core.sizes import format_count, format_size
-from unspool.core.table import Entry, Table, entries, terminal_table
+from unspool.core.sizes import format_size
+from unspool.core.table import Entry, Table, entries, markdown_table, terminal_table
 from unspool.studies.rope_trial.candidates import Candidate
 from unspool.studies.rope_trial.ranking import Difference, Ranked, merge_ranges
 
@@ -93,6 +93,10 @@ class RopeTrial(Result):
             "losses": {window: list(losses) for window, losses in one.losses.items()},
         }
 
+    def renderers(self) -> Mapping[str, Callable[[], str]]:
+        table = self._with_ranges(min(MAX_RANGES, len(self.edges) - 2))
+        return {"markdown": lambda: "\n\n".join([markdown_table(table), *self._sentences()]) + "\n"}
+
     def print(self, console: Console) -> None:
         sizes = f"{format_size(self.old_len)} to {format_size(self.context_len)}"
         console.print(f"{self.model} from {sizes}, {self._training()}", style="bold", soft_wrap=True)
@@ -103,7 +107,7 @@ class RopeTrial(Result):
             f"{documents} of {source}\n",
             soft_wrap=True,
         )
-        console.print(terminal_table(self._table()))
+        console.print(terminal_table(self._table(console.width)))
         console.print()
         for sentence in self._sentences():
             console.print(sentence, soft_wrap=True)
@@ -114,42 +118,47 @@ class RopeTrial(Result):
     def _training(self) -> str:
         if self.stage is None:
             return "without training"
-        return f"each candidate trained on {format_count(self.stage['tokens'])} tokens at lr {self.stage['lr']:g}"
+        return f"each candidate trained on {format_size(self.stage['tokens'])} tokens at lr {self.stage['lr']:g}"
 
-    def _table(self) -> Table:
+    def _table(self, width: int) -> Table:
+        """Return the table with as many ranges of positions as fit into the terminal."""
+        tables = [self._with_ranges(count) for count in range(min(MAX_RANGES, len(self.edges) - 2), 0, -1)]
+        return next((table for table in tables if _width(table) <= width), tables[-1])
+
+    def _with_ranges(self, count: int) -> Table:
         old = format_size(self.old_len)
-        spans = merge_ranges(self.ranked[0].ranges, self.edges, MAX_RANGES)[1]
+        spans = merge_ranges(self.ranked[0].ranges, self.edges, count)[1]
         parts = [f"{format_size(start)}–{format_size(stop)}" for start, stop in pairwise(spans)]
-        parts = parts if len(parts) > 1 else []
+        parts = parts if len(parts) > 1 else []  # a single range is all of it
         rows = []
         for one in self.ranked:
-            values = merge_ranges(one.ranges, self.edges, MAX_RANGES)[0][: len(parts)]
-            gap = "best" if one.to_best is None else _interval(one.to_best)
+            values = merge_ranges(one.ranges, self.edges, count)[0][: len(parts)]
+            gap = "best" if one.to_best is None else _plus_minus(one.to_best)
             cells = [f"{one.beyond:.3f}", gap, f"{one.inside:.3f}", *(f"{value:.3f}" for value in values)]
             rows.append([Entry(text=one.label, strong=one.label == self.best), *entries(*cells)])
         columns = ("candidate", f"beyond {old}", "minus the best", f"0–{old}", *parts)
-        return Table(caption="Loss by RoPE method", columns=columns, rows=rows)
+        caption = f"Loss by RoPE method, {self.model} from {old} to {format_size(self.context_len)}, {self._training()}"
+        return Table(caption=caption, columns=columns, rows=rows)
 
     def _sentences(self) -> list[str]:
         found = []
         if len(self.ranked) > 1:
             found.append(
-                f"Differences are paired by window; their 95% intervals (Student's t, n = {self.num_windows}) hold for "
+                f"Differences are paired by window. The 95% intervals (Student's t, n = {self.num_windows}) hold for "
                 "all of them together."
             )
-            ties = self.ties
             found.append(
-                f"Not told apart from {self.best}: {join_words(ties)}. More windows narrow the intervals."
-                if ties
-                else f"{self.best} is told apart from every other candidate on this text."
+                f"Not told apart from {self.best} (=): {join_words(self.ties)}. More windows narrow the intervals."
+                if self.ties
+                else f"On this text, {self.best} is better than every other candidate."
             )
         cost = self.ranked[0].inside_cost
         if cost is not None:
-            word = "more" if cost.mean > 0 else "less"
-            sure = "" if cost.is_told_apart else ", which is not told apart from 0"
+            word = "higher" if cost.mean > 0 else "lower"
+            sure = "" if cost.is_told_apart else ", so they are not told apart"
             found.append(
-                f"Within {format_size(self.old_len)} tokens, {self.best} loses {abs(cost.mean):.3f} nats {word} than "
-                f"unchanged ({_range(cost)}){sure}."
+                f"Within {format_size(self.old_len)}, the loss of {self.best} is {abs(cost.mean):.3f} nats {word} than "
+                f"that of unchanged ({_range(cost)}{sure})."
             )
         return found + [f"Skipped {label}: {reason}" for label, reason in self.skipped.items()]
 
@@ -158,8 +167,15 @@ def _plain(difference: Difference | None) -> dict[str, Any] | None:
     return None if difference is None else {**asdict(difference), "told_apart": difference.is_told_apart}
 
 
-def _interval(difference: Difference) -> str:
-    return f"{format_signed(difference.mean, 3)} ({_range(difference)})"
+def _width(table: Table) -> int:
+    texts = [table.columns, *([cell.text for cell in row] for row in table.rows)]
+    return sum(max(map(len, column)) + 2 for column in zip(*texts, strict=True))
+
+
+def _plus_minus(difference: Difference) -> str:
+    """Return the mean and half of its interval, which is symmetric, with a mark if it includes 0."""
+    mark = " " if difference.is_told_apart else "="
+    return f"{format_signed(difference.mean, 3)} ±{difference.high - difference.mean:.3f}{mark}"
 
 
 def _range(difference: Difference) -> str:

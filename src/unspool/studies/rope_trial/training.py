@@ -81,7 +81,8 @@ class TrialTraining:
         """Check the recipe of a candidate before any work; ConfigError with the wrong key."""
         if self.tokens < self.context_len:
             raise ConfigError(
-                f"`tokens` {format_size(self.tokens)} do not fill one row of {format_size(self.context_len)}; give more."
+                f"`tokens` {format_size(self.tokens)} do not fill one row of {format_size(self.context_len)} tokens; "
+                "give more."
             )
         allowed = [key for key in StageConfig.model_fields if key not in FIXED]
         for key in self.settings:
@@ -106,10 +107,10 @@ class TrialTraining:
         return found.models[name]
 
     def forget(self, name: str) -> None:
-        """Delete the trained model and its optimizer state."""
-        folder = self.folder / "run" / "stages" / name
-        if folder.exists():
-            remove(folder)
+        """Delete the trained model, its optimizer state and unfinished work."""
+        for folder in (self.folder / "run" / "stages" / each for each in (name, f"{name}.work")):
+            if folder.exists():
+                remove(folder)
 
 
 def bundled_text() -> str:

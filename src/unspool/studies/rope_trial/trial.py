@@ -1,14 +1,15 @@
 """`unspool.try_rope`: try RoPE methods on a model and a text, without training or after a short one."""
 
 import logging
+import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from unspool.core.artifacts import digest
-from unspool.core.errors import ConfigError
+from unspool.core.errors import BusyError, ConfigError, DataError, UnspoolError
 from unspool.core.formatting import format_duration
 from unspool.core.lock import lock_output
 from unspool.core.progress import progress_bar
@@ -130,6 +131,8 @@ class _Request:
 
 
 def _check(model: str | Path, context: int | str, *, tokens: int | str | None, windows: int) -> _Request:
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ConfigError("a trial of RoPE methods runs in one process; start it without torchrun.")
     context_len = _size(context, "context_length")
     num_tokens = None if tokens is None else _size(tokens, "tokens")
     if windows < MIN_WINDOWS:
@@ -160,7 +163,7 @@ def _choose(request: _Request, given: Sequence[str | RopeMethod]) -> tuple[list[
             return default_candidates(rope, context_len, advance=lambda done: advance(done))
 
     found, with_defaults = read_candidates(given, defaults)
-    skipped = {name: "no settings for this model" for name in (left_out(found) if with_defaults else ())}
+    skipped = dict.fromkeys(left_out(found) if with_defaults else (), "no settings for this model")
     if "harpe" in skipped and rope.num_kv_heads == 1:
         skipped["harpe"] = "this model has a single KV head, so only one base"
     for candidate in found:
@@ -266,17 +269,20 @@ class _Trial:
             eta = f", about {format_duration(left)} left" if at else ""
             logger.info(f"[{at + 1}/{len(waiting)}] {candidate.label}{eta}")
             try:
-                self._measure(candidate)
-            except ConfigError as error:
-                self.skipped[candidate.label] = str(error)
-                logger.warning(f"skipping {candidate.label}: {error}")
-            except KeyboardInterrupt:
+                reason = self._measure(candidate)
+            except (KeyboardInterrupt, SystemExit):  # a stage ends in SystemExit, after it has saved a checkpoint
                 done = len(chosen) - len(waiting) + at
                 logger.warning(
                     f"interrupted; {done} of {len(chosen)} candidates are measured in {self.folder}; run the same "
                     "command again to continue"
                 )
                 raise
+            if reason is None:
+                (one,) = rank({candidate.label: self._stored(candidate)}, self.edges)
+                logger.info(f"{candidate.label}: loss {one.beyond:.3f} beyond {format_size(self.request.old_len)}")
+            else:
+                self.skipped[candidate.label] = reason
+                logger.warning(f"skipping {candidate.label}: {reason}")
 
     def result(self, chosen: Sequence[Candidate], *, text: str | None, stage: Mapping[str, Any] | None) -> RopeTrial:
         measured = {each.label: self._stored(each) for each in chosen if each.label not in self.skipped}
@@ -335,15 +341,24 @@ class _Trial:
     def _path(self, candidate: Candidate) -> Path:
         return self.folder / LOSSES / f"{self.names[candidate.label]}.jsonl"
 
-    def _measure(self, candidate: Candidate) -> None:
+    def _measure(self, candidate: Candidate) -> str | None:
+        """Train the candidate if wanted, and measure it; return why it is skipped."""
         from unspool.models.extend import pick_device, pick_dtype
 
-        model, name = self.request.model, self.names[candidate.label]
-        override: RopeOverride | None = RopeOverride(rope=candidate.method, context_length=self.request.context_len)
-        if self.training is not None:
-            model, override = str(self.training.train(candidate, name)), None
+        request, name = self.request, self.names[candidate.label]
+        model, override = request.model, RopeOverride(rope=candidate.method, context_length=request.context_len)
         device = pick_device(self.device)
         options = BackendOptions(model=model, rope=override, device=device, dtype=pick_dtype(None, device))
-        measure(options, self.windows, self.edges, self._path(candidate), label=candidate.label)
+        try:
+            if self.training is not None:
+                options = replace(options, model=str(self.training.train(candidate, name)), rope=None)
+            measure(options, self.windows, self.edges, self._path(candidate), label=candidate.label)
+        except UnspoolError as error:
+            if isinstance(error, BusyError | DataError) or isinstance(error.__cause__, OSError):
+                raise  # would stop the other candidates too
+            reason = str(error).partition("; ")[0]
+        else:
+            reason = None
         if self.training is not None:
             self.training.forget(name)
+        return reason

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -98,20 +99,21 @@ def _too_short(text: str | None, length: int, count: int, available: int, longes
 def write_rest(text: str, windows: Windows, path: Path, *, tokens: int) -> None:
     """Write the documents that no window is from to a JSONL file, until they are enough for `tokens` tokens."""
     missing = tokens * CHARS_PER_TOKEN
-    aside = path.with_name(path.name + ASIDE)
-    with aside.open("w", encoding="utf-8") as file:
-        for document in _documents(text):
-            if missing <= 0:
-                break
-            if document and _name(document) not in windows.documents:
-                file.write(json.dumps({"text": document}) + "\n")
-                missing -= len(document)
-    if aside.stat().st_size == 0:
-        aside.unlink()
+    rest = (each for each in _documents(text) if each and _name(each) not in windows.documents)
+    first = next(rest, None)
+    if first is None:
         raise ConfigError(
             f"every document of {text} is needed for the windows, so none is left to train on; give `train_text`, or "
             "more documents as `text`."
         )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(path.name + ASIDE)
+    with aside.open("w", encoding="utf-8") as file:
+        for document in chain([first], rest):
+            if missing <= 0:
+                break
+            file.write(json.dumps({"text": document}) + "\n")
+            missing -= len(document)
     aside.replace(path)
 
 
