@@ -411,7 +411,7 @@ def test_the_command_prints_the_table_the_lines_and_json(books, tmp_path):
         (("--tokens", "2K", "--set", "batch_tokens=700"), "batch_tokens must be a multiple of context_length"),
         (("--tokens", "2K", "--candidate", "self-extend:window=64,group=8"), "for evaluation without training"),
         (("--html", "x.html"), "--html writes the page of --model"),
-        (("--model", MODEL), "give --model MODEL for advice, or --trial MODEL"),
+        (("--model", MODEL), "give either --model MODEL for advice, or --trial MODEL"),
     ],
 )
 def test_a_mistake_is_one_sentence_and_leaves_nothing(options, wanted, tmp_path):
@@ -424,7 +424,7 @@ def test_a_mistake_is_one_sentence_and_leaves_nothing(options, wanted, tmp_path)
 def test_options_of_a_trial_are_refused_without_one():
     done = command("--model", MODEL, "--context", "512", "--candidate", "yarn")
     assert done.exit_code == 2
-    assert "--candidate works only with --trial MODEL" in done.stderr
+    assert "--candidate works only with --trial;" in done.stderr
 
 
 def test_text_that_is_trained_on_is_not_scored(books, tmp_path):

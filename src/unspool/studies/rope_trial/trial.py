@@ -1,7 +1,6 @@
 """`unspool.try_rope`: try RoPE methods on a model and a text, without training or after a short one."""
 
 import logging
-import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,37 +11,29 @@ from unspool.core.artifacts import digest
 from unspool.core.errors import BusyError, ConfigError, DataError, UnspoolError
 from unspool.core.formatting import format_duration
 from unspool.core.lock import lock_output
-from unspool.core.progress import progress_bar
 from unspool.core.sizes import format_count, format_size, parse_size
 from unspool.evals.backends.base import BackendOptions, RopeOverride
-from unspool.models.config import config_values
-from unspool.models.location import model_path, path_exists, short_name
-from unspool.rope.tables import RopeMethod, RopeShape, shape_of
-from unspool.studies.rope_trial.candidates import (
-    Candidate,
-    default_candidates,
-    left_out,
-    read_candidates,
-    refusal,
-)
+from unspool.models.location import short_name
+from unspool.rope.tables import RopeMethod
+from unspool.studies.rope_trial.candidates import Candidate
 from unspool.studies.rope_trial.losses import file_name, measure, read_losses
 from unspool.studies.rope_trial.ranking import range_edges, rank
-from unspool.studies.rope_trial.result import RopeTrial
-from unspool.studies.rope_trial.training import TrialTraining, bundled_text
-from unspool.studies.rope_trial.windows import (
-    MIN_WINDOWS,
-    Windows,
-    draw_windows,
-    files_of,
-    text_path,
-    write_rest,
+from unspool.studies.rope_trial.request import (
+    WINDOWS,
+    Request,
+    build_training,
+    check_request,
+    choose_candidates,
+    no_candidate,
+    read_text,
 )
+from unspool.studies.rope_trial.result import RopeTrial
+from unspool.studies.rope_trial.training import TrialTraining
+from unspool.studies.rope_trial.windows import Windows, files_of
 
 logger = logging.getLogger(__name__)
 
-WINDOWS = 8
-LOSSES, TRAINING, RESULT = "losses", "training", "trial.json"
-REST = "text.jsonl"  # documents to train on
+LOSSES, RESULT = "losses", "trial.json"
 UNCHANGED = "unchanged"
 
 
@@ -94,163 +85,39 @@ def try_rope(
         >>> [one.label for one in trial.ranked]
         ['ntk', 'unchanged']
     """
-    request = _check(model, context_length, tokens=tokens, windows=windows)
-    chosen, skipped = _choose(request, candidates)
-    folder = Path(out) if out is not None else request.default_folder()
-    if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"{folder} is a file; give another folder as `out`.")
-    text, train_text = text_path(None if text is None else str(text)), None if train_text is None else str(train_text)
-    with lock_output(folder):
-        training = _training(request, text, train_text, folder, settings=stage_settings or {}, seed=seed, device=device)
-        stage = None if training is None else training.check(chosen[0]).model_dump(mode="json")
-        found = _read_text(request, text, training, train_text, seed=seed)
-        trial = _Trial(request=request, windows=found, training=training, folder=folder, device=device, skipped=skipped)
-        trial.measure(chosen)
-        result = trial.result(chosen, text=text, stage=stage)
-        result.save(folder / RESULT)
-    return result
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Request:
-    """The checked arguments that most steps need."""
-
-    model: str  # path or Hub id
-    rope: RopeShape
-    context_len: int
-    tokens: int | None
-    num_windows: int
-
-    @property
-    def old_len(self) -> int:
-        return self.rope.max_positions
-
-    def default_folder(self) -> Path:
-        name = short_name(self.model).replace("/", "-")
-        return Path("runs") / f"rope-{name}-{format_size(self.context_len)}"
-
-
-def _check(model: str | Path, context: int | str, *, tokens: int | str | None, windows: int) -> _Request:
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ConfigError("a trial of RoPE methods runs in one process; start it without torchrun.")
-    context_len = _size(context, "context_length")
-    num_tokens = None if tokens is None else _size(tokens, "tokens")
-    if windows < MIN_WINDOWS:
-        raise ConfigError(f"`windows={windows}`: differences need at least {MIN_WINDOWS} windows; give more.")
-    path = model_path(str(model), Path())
-    rope = shape_of(config_values(path))
-    if context_len <= rope.max_positions:
-        raise ConfigError(
-            f"`context_length={str(context)!r}`: the model's context is {format_size(rope.max_positions)} already; "
-            "give a longer one."
+    request = check_request(
+        Request(
+            model=str(model),
+            context=context_length,
+            tokens=tokens,
+            text=None if text is None else str(text),
+            train_text=None if train_text is None else str(train_text),
+            windows=windows,
+            settings=dict(stage_settings or {}),
+            seed=seed,
+            device=device,
+            out=out,
         )
-    return _Request(model=path, rope=rope, context_len=context_len, tokens=num_tokens, num_windows=windows)
-
-
-def _size(value: int | str, name: str) -> int:
-    try:
-        return parse_size(value)
-    except ValueError as error:
-        raise ConfigError(f"`{name}={str(value)!r}`: {error}.") from None
-
-
-def _choose(request: _Request, given: Sequence[str | RopeMethod]) -> tuple[list[Candidate], dict[str, str]]:
-    """Return the candidates that may fit the model, and why the others are skipped."""
-    rope, context_len = request.rope, request.context_len
-
-    def defaults() -> list[Candidate]:
-        with progress_bar("RoPE bases tried", None) as advance:
-            return default_candidates(rope, context_len, advance=lambda done: advance(done))
-
-    found, with_defaults = read_candidates(given, defaults)
-    skipped = dict.fromkeys(left_out(found) if with_defaults else (), "no settings for this model")
-    if "harpe" in skipped and rope.num_kv_heads == 1:
-        skipped["harpe"] = "this model has a single KV head, so only one base"
-    for candidate in found:
-        reason = refusal(candidate, rope, context_len, trained=request.tokens is not None)
-        if reason is not None:
-            skipped[candidate.label] = reason
-    chosen = [candidate for candidate in found if candidate.label not in skipped]
-    if not chosen:
-        raise ConfigError(_no_candidate(skipped))
-    return chosen, skipped
-
-
-def _no_candidate(skipped: Mapping[str, str]) -> str:
-    label, reason = next(iter(skipped.items()))
-    return f"no candidate fits this model: {label}: {reason.rstrip('.')}; give other `candidates`."
-
-
-def _training(
-    request: _Request,
-    text: str | None,
-    train_text: str | None,
-    folder: Path,
-    *,
-    settings: Mapping[str, Any],
-    seed: int,
-    device: str,
-) -> TrialTraining | None:
-    if request.tokens is None:
-        for name, value in (("train_text", train_text), ("stage_settings", settings)):
-            if value:
-                raise ConfigError(f"`{name}` works only with `tokens`, which trains the candidates; give it too.")
-        return None
-    work = (folder / TRAINING).absolute()
-    source = str(work / REST)
-    if train_text is not None:
-        source = _absolute(text_path(train_text) or "")
-        files_of(source)  # refuses a path without files
-    elif text is None:
-        source = bundled_text()
-    return TrialTraining(
-        model=_absolute(request.model),
-        context_len=request.context_len,
-        tokens=request.tokens,
-        text=source,
-        settings=settings,
-        seed=seed,
-        device=device,
-        folder=work,
     )
-
-
-def _absolute(path: str) -> str:
-    """Recipes look up relative paths next to themselves first."""
-    return str(Path(path).absolute()) if path_exists(path) else path
-
-
-def _read_text(
-    request: _Request, text: str | None, training: TrialTraining | None, train_text: str | None, *, seed: int
-) -> Windows:
-    """Draw the windows, and write the rest of the text if it is to be trained on."""
-    from unspool.models.tokenizer import load_tokenizer  # import late: it loads transformers
-
-    tokenizer = load_tokenizer(request.model)
-    windows = draw_windows(text, tokenizer, length=request.context_len, count=request.num_windows, seed=seed)
-    if training is None:
-        return windows
-    if train_text is None and text is not None:
-        write_rest(text, windows, Path(training.text), tokens=training.tokens)
-    elif train_text is not None and text is not None:
-        both = set(files_of(text).values()) & set(files_of(training.text).values())
-        if both:
-            raise ConfigError(
-                "`train_text` has a file of `text`, so the windows would be trained on; leave out `train_text`, which "
-                "trains on the documents without windows, or give other files."
-            )
-    return windows
+    chosen, skipped = choose_candidates(request, candidates)
+    with lock_output(request.folder):
+        training = build_training(request)
+        stage = None if training is None else training.check(chosen[0]).model_dump(mode="json")
+        found = read_text(request, training)
+        trial = _Trial(request=request, windows=found, training=training, skipped=skipped)
+        trial.measure(chosen)
+        result = trial.result(chosen, stage=stage)
+        result.save(request.folder / RESULT)
+    return result
 
 
 @dataclass(kw_only=True)
 class _Trial:
     """A trial in its folder."""
 
-    request: _Request
+    request: Request
     windows: Windows
     training: TrialTraining | None
-    folder: Path
-    device: str
     skipped: dict[str, str]
     edges: list[int] = field(init=False)
     names: dict[str, str] = field(default_factory=dict)  # by label: name of a candidate's files
@@ -273,8 +140,8 @@ class _Trial:
             except (KeyboardInterrupt, SystemExit):  # a stage ends in SystemExit, after it has saved a checkpoint
                 done = len(chosen) - len(waiting) + at
                 logger.warning(
-                    f"interrupted; {done} of {len(chosen)} candidates are measured in {self.folder}; run the same "
-                    "command again to continue"
+                    f"interrupted; {done} of {len(chosen)} candidates are measured in {self.request.folder}; run the "
+                    "same command again to continue"
                 )
                 raise
             if reason is None:
@@ -284,10 +151,10 @@ class _Trial:
                 self.skipped[candidate.label] = reason
                 logger.warning(f"skipping {candidate.label}: {reason}")
 
-    def result(self, chosen: Sequence[Candidate], *, text: str | None, stage: Mapping[str, Any] | None) -> RopeTrial:
+    def result(self, chosen: Sequence[Candidate], *, stage: Mapping[str, Any] | None) -> RopeTrial:
         measured = {each.label: self._stored(each) for each in chosen if each.label not in self.skipped}
         if not measured:
-            raise ConfigError(_no_candidate(self.skipped))
+            raise ConfigError(no_candidate(self.skipped))
         return RopeTrial(
             model=short_name(self.request.model),
             old_len=self.request.old_len,
@@ -296,10 +163,10 @@ class _Trial:
             candidates={each.label: each for each in chosen},
             skipped=self.skipped,
             edges=self.edges,
-            text=text,
+            text=self.request.text,
             num_documents=len(self.windows.documents),
             stage=stage,
-            folder=self.folder,
+            folder=self.request.folder,
         )
 
     def _announce(self, count: int, done: int) -> None:
@@ -325,7 +192,7 @@ class _Trial:
             "model": model_digest(self.request.model),
             "context": self.request.context_len,
             "edges": self.edges,
-            "device": pick_device(self.device).type,
+            "device": pick_device(self.request.device).type,
             "training": None if self.training is None else self._training_facts(self.training),
         }
         for each in chosen:
@@ -339,15 +206,16 @@ class _Trial:
         return read_losses(self._path(candidate), self.windows)
 
     def _path(self, candidate: Candidate) -> Path:
-        return self.folder / LOSSES / f"{self.names[candidate.label]}.jsonl"
+        return self.request.folder / LOSSES / f"{self.names[candidate.label]}.jsonl"
 
     def _measure(self, candidate: Candidate) -> str | None:
         """Train the candidate if wanted, and measure it; return why it is skipped."""
         from unspool.models.extend import pick_device, pick_dtype
 
         request, name = self.request, self.names[candidate.label]
+        reason: str | None = None
         model, override = request.model, RopeOverride(rope=candidate.method, context_length=request.context_len)
-        device = pick_device(self.device)
+        device = pick_device(self.request.device)
         options = BackendOptions(model=model, rope=override, device=device, dtype=pick_dtype(None, device))
         try:
             if self.training is not None:
@@ -357,8 +225,6 @@ class _Trial:
             if isinstance(error, BusyError | DataError) or isinstance(error.__cause__, OSError):
                 raise  # would stop the other candidates too
             reason = str(error).partition("; ")[0]
-        else:
-            reason = None
         if self.training is not None:
             self.training.forget(name)
         return reason

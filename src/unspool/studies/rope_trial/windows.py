@@ -16,7 +16,6 @@ from unspool.core.sizes import format_size
 from unspool.data.sources.base import read_strictly
 from unspool.evals.heldout import CHARS_PER_TOKEN, heldout_files, heldout_source
 from unspool.evals.prompts import encode, opening_ids, prompt_hash
-from unspool.models.location import resolve_path
 
 # Windows per document, as long as there are other documents. More documents make the windows more independent; some
 # documents must be left to train on.
@@ -40,10 +39,6 @@ class Windows:
 
     def __len__(self) -> int:
         return len(self.ids)
-
-
-def text_path(text: str | None) -> str | None:
-    return None if text is None else resolve_path(text, Path())
 
 
 def draw_windows(text: str | None, tokenizer: Any, *, length: int, count: int, seed: int) -> Windows:
