@@ -250,6 +250,13 @@ def test_a_loss_that_is_not_finite_skips_the_candidate_and_keeps_the_others(trie
     assert "Skipped yarn: its loss is not finite" in found.table()
 
 
+def test_settings_that_differ_late_in_a_long_label_have_their_own_losses(tried, tmp_path):
+    methods = [unspool.LongRoPE(short_factor=[1.0] * 8, long_factor=[1.5] * 7 + [last]) for last in (2.0, 8.0)]
+    first, second = tried(tmp_path, methods).ranked
+    assert len(list((tmp_path / "losses").glob("longrope-*.jsonl"))) == 2
+    assert first.losses != second.losses
+
+
 # Windows
 
 

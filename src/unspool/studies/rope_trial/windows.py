@@ -11,6 +11,7 @@ import numpy as np
 
 from unspool.core.artifacts import ASIDE, digest, file_digest
 from unspool.core.errors import ConfigError, DataError
+from unspool.core.progress import progress_bar
 from unspool.core.rng import rng_for
 from unspool.core.sizes import format_size
 from unspool.data.sources.base import read_strictly
@@ -47,7 +48,7 @@ def draw_windows(text: str | None, tokenizer: Any, *, length: int, count: int, s
     body = length - len(opening)
     chosen: dict[str, np.ndarray] = {}  # the documents, cut to whole windows: [windows, body]
     longest = 0
-    for document in _documents(text):
+    for document in _with_progress(_documents(text)):
         if len(document.encode()) < body:  # a token has at least one byte
             continue
         ids = encode(tokenizer, document)
@@ -115,6 +116,13 @@ def write_rest(text: str, windows: Windows, path: Path, *, tokens: int) -> None:
 def files_of(text: str) -> dict[str, str]:
     """Return the digest of each file of a text."""
     return {str(path): file_digest(path) for path in heldout_files(text, Path.cwd())}
+
+
+def _with_progress(documents: Iterator[str]) -> Iterator[str]:
+    with progress_bar("documents read", None) as advance:
+        for document in documents:
+            yield document
+            advance(1)
 
 
 def _documents(text: str | None) -> Iterator[str]:
