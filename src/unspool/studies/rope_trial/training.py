@@ -4,6 +4,7 @@ The recipes and the packed rows stay in the trial's folder. A trained model is d
 """
 
 import gc
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -103,7 +104,7 @@ class TrialTraining:
     def train(self, candidate: Candidate, name: str) -> Path:
         """Train a candidate and return the folder of its model; a finished one is not trained again."""
         found = run(self.write(candidate, name), until="train")
-        gc.collect()  # frees the optimizer's memory before the model is loaded to be scored
+        _free_memory()
         return found.models[name]
 
     def forget(self, name: str) -> None:
@@ -111,6 +112,13 @@ class TrialTraining:
         for folder in (self.folder / "run" / "stages" / each for each in (name, f"{name}.work")):
             if folder.exists():
                 remove(folder)
+
+
+def _free_memory() -> None:
+    """Free the optimizer's memory before the model is scored, and what torch.compile cached for other candidates."""
+    gc.collect()
+    if "torch._dynamo" in sys.modules:
+        sys.modules["torch._dynamo"].reset()
 
 
 def bundled_text() -> str:
