@@ -21,6 +21,8 @@ if TYPE_CHECKING:  # otherwise the modules, which import `__version__` from here
     # RoPE methods
     from unspool.models.advise_rope import advise_rope as advise_rope
     from unspool.models.advise_rope import RopeAdvice as RopeAdvice
+    from unspool.studies.rope_trial.trial import try_rope as try_rope
+    from unspool.studies.rope_trial.result import RopeTrial as RopeTrial
     from unspool.rope.methods import ABF as ABF
     from unspool.rope.methods import PI as PI
     from unspool.rope.methods import NTK as NTK

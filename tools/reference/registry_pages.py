@@ -51,7 +51,7 @@ def strategies_page() -> str:
 def rope_methods_page() -> str:
     intro = (
         "The key `rope` of a stage names a method. `unspool rope` advises on a method and its settings; "
-        "`unspool eval --rope` measures one without training."
+        "`unspool rope --trial` ranks several on a text; `unspool eval --rope` measures one without training."
     )
     return page("RoPE methods", intro, registry(ROPE_METHODS, "method"))
 

@@ -2,22 +2,17 @@
 
 import logging
 import shlex
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 import yaml
-from pydantic import TypeAdapter, ValidationError
 
 from unspool.core.console import PlainConsole, print_json
 from unspool.core.errors import ConfigError
 from unspool.core.sizes import parse_size
 from unspool.evals.eval_request import EvalSettings
-from unspool.recipe.json_schema import message, validation_problems
-from unspool.recipe.schema import Recipe
-from unspool.recipe.yaml_lines import Marks
-from unspool.rope.methods import AnyRopeMethod
+from unspool.recipe.part_of_recipe import check_rope
 from unspool.rope.tables import RopeMethod
 
 if TYPE_CHECKING:
@@ -27,8 +22,6 @@ logger = logging.getLogger(__name__)
 
 OPTION = "--rope"
 LOOK_PAGE = "look.html"
-# The matching key of a recipe, whose error messages are used.
-PLACE = ("stages", 0, "rope")
 FAILED = 1
 
 
@@ -43,24 +36,7 @@ def read_rope(text: str) -> RopeMethod:
     value = {"method": value} if isinstance(value, str) else value
     if not isinstance(value, dict):
         raise ConfigError(f"{OPTION} {text!r}: write a method, such as yarn, or {{method: abf, base: 8e6}}.")
-    try:
-        found: RopeMethod = TypeAdapter[Any](AnyRopeMethod).validate_python(value)
-    except ValidationError as error:
-        raise ConfigError(_explain(value)) from error
-    return found
-
-
-def _explain(value: dict[str, Any]) -> str:
-    data = {"stages": [{"rope": value}]}
-    try:
-        Recipe.model_validate(data)
-    except ValidationError as error:
-        # The other problems are the missing keys of a recipe.
-        for problem in validation_problems(error, data):
-            if problem.place[:3] == PLACE:
-                own = replace(problem, place=problem.place[3:], where=OPTION)
-                return message(own, Marks(OPTION), value)
-    raise AssertionError("a RoPE method was refused without a message")
+    return check_rope(value, OPTION)
 
 
 def page_file(given: Path) -> Path:
