@@ -24,7 +24,7 @@ class Aggregation(Config):
     section: tuple[Size, Size] = Field(
         (4 << 10, 64 << 10),
         description="Shortest and longest section that a task is about, in tokens of 4 characters. A section is also "
-        "at most half of its document.",
+        "at most half of its document; one without repeated words or phrases joins the next.",
     )
     questions: int = Field(5, ge=1, le=10, description="Number of words that `word_counts` asks for after a section.")
 

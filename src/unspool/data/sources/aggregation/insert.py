@@ -52,13 +52,19 @@ def sections_with_tasks(config: Aggregation, text: str, rng: np.random.Generator
     if len(paragraphs) < FEWEST_PARAGRAPHS:
         return [(text, name, "")]
     parts = []
-    for section, held in group_sections(paragraphs, config.section, rng):
+    held: list[str] = []
+    for paragraphs_of_section in group_sections(paragraphs, config.section, rng):
+        # "This part" in a task is the text since the task before it. So a section without a task joins the next one.
+        held += paragraphs_of_section
+        section = "".join(held)
         if name == "word_counts":
             task = write_word_counts(section, config.questions, rng)
         else:
             task = write_passages(section, held, rng)
-        parts.append((section, name, "" if task is None else _block(section, task)))
-    return parts
+        if task is not None:
+            parts.append((section, name, _block(section, task)))
+            held = []
+    return [*parts, ("".join(held), name, "")] if held else parts
 
 
 def _block(section: str, task: str) -> str:

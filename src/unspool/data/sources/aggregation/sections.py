@@ -24,10 +24,8 @@ def split_paragraphs(text: str) -> list[str]:
     return [text] if text else []
 
 
-def group_sections(
-    paragraphs: list[str], tokens: tuple[int, int], rng: np.random.Generator
-) -> Iterator[tuple[str, list[str]]]:
-    """Yield each section's text with its paragraphs, all paragraphs in order.
+def group_sections(paragraphs: list[str], tokens: tuple[int, int], rng: np.random.Generator) -> Iterator[list[str]]:
+    """Yield the paragraphs of each section, all in order.
 
     A section's length is drawn from the powers of two between the shortest and the longest length in characters. It
     ends before the paragraph that would exceed it.
@@ -40,11 +38,11 @@ def group_sections(
     held, room = 0, 0
     for paragraph in paragraphs:
         if section and held + len(paragraph) > room:
-            yield "".join(section), section
+            yield section
             section, held = [], 0
         if not section:
             room = 1 << int(rng.choice(powers))
         section.append(paragraph)
         held += len(paragraph)
     if section:
-        yield "".join(section), section
+        yield section
