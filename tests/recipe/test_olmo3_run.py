@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from unspool.cli.main import build_app
 from unspool.core.artifacts import read_manifest
+from unspool.core.errors import ConfigError
 from unspool.data.corpus.store import open_corpus
 from unspool.data.packing.store import open_rows
 from unspool.models.rotary import apply_rope
@@ -58,6 +59,15 @@ def test_the_sources_are_filtered_and_get_their_tasks(out):
     assert open_corpus(out / "corpus" / "midtraining").gzip_ratios is None
 
 
+def test_inspect_shows_ratios_and_tasks(out):
+    shown = CliRunner().invoke(build_app(), ["inspect", str(out / "corpus" / "pdfs"), "--index", "3"]).stdout
+    ratio = open_corpus(out / "corpus" / "pdfs").gzip_ratios[3]
+
+    assert shown.count("gzip ratio   2.") == 8, "a histogram"
+    assert f"gzip ratio {ratio:.2f}" in shown
+    assert "tasks: documents " in shown and "filtered: gzip_ratio_high 4, gzip_ratio_low 4" in shown
+
+
 def test_documents_are_masked_and_the_learning_rate_ends_at_zero(out):
     for name in ("long", "short"):
         row = open_rows(out / "datasets" / name)[0]
@@ -77,6 +87,22 @@ def test_the_trained_model_has_yarn_of_factor_8(out):
     assert config["max_position_embeddings"] == 8 * 256
     assert (rope["rope_type"], rope["factor"], rope["original_max_position_embeddings"]) == ("yarn", 8, 256)
     assert (rope["beta_fast"], rope["beta_slow"]) == (32, 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ("gzip_ratio={middle: 0.6, min: 2}", "sources.pdfs.gzip_ratio: set either middle, such as {middle: 0.6}, or"),
+        ("gzip_ratio.middle=60", "sources.pdfs.gzip_ratio.middle = 60: must be a number above 0 and below 1"),
+        ("gzip_ratio={keep: 0.6}", "sources.pdfs.gzip_ratio.keep: unknown key. Allowed here: max, middle, min"),
+        ("aggregation.tasks={cwe: 1}", "the key 'cwe' is not known; write word_counts or passages"),
+        ("aggregation.section=[64K, 4K]", "section needs .shortest, longest. with at least 64 tokens"),
+        ("aggregation.share=0", "sources.pdfs.aggregation.share = 0: must be a number above 0 and of at most 1"),
+    ],
+)
+def test_wrong_settings_in_a_recipe_are_named_with_what_is_allowed(change, problem):
+    with pytest.raises(ConfigError, match=problem):
+        load_recipe("olmo3-64k", [f"sources.pdfs.{change}"])
 
 
 def test_yarn_changes_only_the_layers_with_full_attention():

@@ -8,6 +8,8 @@ import zlib
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from pydantic import ValidationError
 
@@ -25,6 +27,7 @@ from unspool.data.sources.jsonl import JsonlSource
 from unspool.data.sources.registry import build_source
 
 from ..conftest import build_tokenizer, prose
+from ..sources.test_stack import write as write_stack
 from .test_build import contents
 
 ONE = EngineConfig(workers=1)
@@ -86,6 +89,20 @@ def test_the_middle_of_a_source_is_that_of_plain_python(tmp_path, middle):
     dropped = math.floor(40 * (1 - middle) / 2 + 1e-9)
     wanted = {"gzip_ratio_high": dropped, "gzip_ratio_low": dropped} if dropped else {}
     assert counts["filtered"] == wanted
+
+
+def test_empty_and_unreadable_records_do_not_shift_the_ratios(tmp_path):
+    written = write_files(tmp_path)
+    lines = (tmp_path / "part-1.jsonl").read_text().splitlines()
+    changed = [lines[0], '{"text": ""}', lines[2], "not JSON", "", *lines[5:]]
+    (tmp_path / "part-1.jsonl").write_text("\n".join(changed) + "\n")
+    for number in (2, 4, 5):
+        del written[f"part-1.jsonl:{number}"]
+    counts = build(tmp_path, gzip_ratio={"middle": 0.6}, max_bad=0.5)
+
+    assert [name for name, _ in contents(tmp_path / "out/pdfs")] == middle_in_plain_python(written, 0.6)
+    assert counts["filtered"] == {"empty": 1, "gzip_ratio_high": 7, "gzip_ratio_low": 7}
+    assert counts["quarantined"] == {"broken_json": 1}
 
 
 def test_bounds_need_no_first_pass_and_count_both_ends(tmp_path, monkeypatch):
@@ -185,6 +202,43 @@ def test_ratios_are_exact_in_their_file(tmp_path):
     assert load_ratios(tmp_path, 3).tolist() == [1.1, 2.0 / 3, 1e-9]
     assert load_ratios(tmp_path, 4) is None
     assert ratios.load_ratios(tmp_path / "none", 0) is None
+
+
+@pytest.mark.parametrize("kind", ["stack", "textbooks", "repos", "text", "parquet"])
+def test_every_kind_of_text_is_filtered_as_its_documents_are(tmp_path, kind):
+    """Also joined documents, and those that are sorted on disk before they are read."""
+    root, settings = tmp_path / "in", write_kind(tmp_path / "in", kind)
+    out = {}
+    for name, options in (("all", {"gzip_ratio": {"min": 0.01}}), ("middle", {"gzip_ratio": {"middle": 0.6}})):
+        source = build_source({"kind": kind, **settings, **options})
+        build_corpus(source, tmp_path / name, tokenizer=build_tokenizer(), root=root, engine=ONE, seed=0)
+        reader = open_corpus(tmp_path / name)
+        out[name] = {reader.id(at): float(reader.gzip_ratios[at]) for at in range(len(reader))}
+
+    low, high = middle_bounds(np.array(list(out["all"].values())), 0.6)
+    assert len(out["all"]) == 10 and len(out["middle"]) == 6
+    assert out["middle"] == {name: ratio for name, ratio in out["all"].items() if low <= ratio <= high}
+
+
+def write_kind(folder: Path, kind: str) -> dict:
+    """Ten documents with different ratios, as a source of this kind reads them."""
+    folder.mkdir()
+    bodies = {f"d{number}": f"{prose(40, seed=number)} " * (1 + number) for number in range(10)}
+    if kind == "stack":
+        write_stack(folder, [(name, "a.py", body) for name, body in bodies.items()], per_file=4)
+        return {"path": ".", "filter": False}
+    if kind == "parquet":
+        pq.write_table(pa.table({"text": list(bodies.values())}), folder / "a.parquet")
+        return {"path": "a.parquet"}
+    if kind == "textbooks":
+        records = [{"text": body, "book": name, "subject": name, "chapter": 1} for name, body in bodies.items()]
+        (folder / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        return {"path": "a.jsonl"}
+    for name, body in bodies.items():
+        path = folder / name / "a.py" if kind == "repos" else folder / f"{name}.txt"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(body)
+    return {"path": "." if kind == "repos" else "*.txt"}
 
 
 def test_a_limit_counts_documents_that_are_kept(tmp_path):

@@ -72,7 +72,7 @@ class RatioFilter(NamedTuple):
         found = load_ratios(self.folder, rank)
         if found is None:
             raise DataError(f"the gzip ratios of task {rank} are missing or damaged; run the same command again.")
-        return iter(found.tolist())
+        return map(float, found)
 
     def apply(self, document: Document, measured: Iterator[float] | None) -> tuple[Document | Filtered, float]:
         """Return a document, or why it is dropped, and its ratio."""

@@ -51,7 +51,7 @@ def sections_with_tasks(config: Aggregation, text: str, rng: np.random.Generator
     paragraphs = split_paragraphs(text)
     if len(paragraphs) < FEWEST_PARAGRAPHS:
         return [(text, name, "")]
-    parts = []
+    parts: list[tuple[str, str, str]] = []
     held: list[str] = []
     for paragraphs_of_section in group_sections(paragraphs, config.section, rng):
         # "This part" in a task is the text since the task before it. So a section without a task joins the next one.
