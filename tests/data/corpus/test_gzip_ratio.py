@@ -19,7 +19,7 @@ from unspool.data.corpus import ratios
 from unspool.data.corpus.build import build_corpus
 from unspool.data.corpus.config import EngineConfig
 from unspool.data.corpus.ratios import MeasureRatios, load_ratios, save_ratios
-from unspool.data.corpus.store import open_corpus
+from unspool.data.corpus.store import keep_first, open_corpus
 from unspool.data.sources import base
 from unspool.data.sources.gzip_ratio import GzipRatio, gzip_ratio, middle_bounds
 from unspool.data.sources.hub import HfSource
@@ -72,6 +72,9 @@ def test_a_ratio_is_bytes_over_compressed_bytes():
 
     # The formats differ in their frame: 18 bytes around a gzip stream, 6 around a zlib stream.
     assert gzip_ratio(text) == len(text.encode()) / (len(packed) - 12)
+    data = prose(3000, seed=1).encode()
+    packed_sizes = [len(zlib.compress(data, level)) for level in (6, 9)]
+    assert gzip_ratio(data.decode()) == len(data) / packed_sizes[0] and len(set(packed_sizes)) == 2
     assert gzip_ratio("again and " * 500) > 50 > 4 > gzip_ratio(prose(300, seed=1)) > 2
     assert gzip_ratio("x") < 0.2
 
@@ -250,6 +253,15 @@ def test_a_limit_counts_documents_that_are_kept(tmp_path):
 
     assert contents(tmp_path / "out/some") == everything[:5]
     assert len(open_corpus(tmp_path / "out/some").gzip_ratios) == 5
+
+
+def test_a_shard_that_is_cut_to_a_limit_keeps_the_ratios_of_its_documents(tmp_path):
+    write_files(tmp_path)
+    build(tmp_path, gzip_ratio={"min": 0.1})
+    before = open_corpus(tmp_path / "out/pdfs").gzip_ratios.tolist()
+    keep_first(tmp_path / "out/pdfs/docs-00000.arrow", 7)
+
+    assert open_corpus(tmp_path / "out/pdfs").gzip_ratios.tolist() == before[:7]
 
 
 def test_a_corpus_without_the_filter_is_as_before(tmp_path):
