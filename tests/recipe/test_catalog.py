@@ -9,6 +9,7 @@ from unspool.recipe.schema import Recipe, dump_recipe
 
 NAMES = [
     "harpe-128k",
+    "olmo3-64k",
     "prolong",
     "prolong-512k",
     "prolong-64k",
@@ -186,6 +187,35 @@ def test_utk_and_harpe_follow_their_papers():
     assert (stage.rope.base, stage.attention) == (5e6, "full")
     assert (harpe.rope.low, harpe.rope.high, harpe.rope.order) == (1e6, 5e6, "descending")
     assert (harpe.tokens, harpe.lr) == (6 * B, 2e-5)
+
+
+def test_olmo_3_follows_its_report_and_scripts():
+    recipe = load("olmo3-64k")
+    (stage,) = recipe.stages
+    assert (stage.context_length, stage.batch_tokens, stage.steps) == (64 * K, 65536 * 64, 11_921)
+    assert abs(stage.steps * stage.batch_tokens - 50e9) < stage.batch_tokens
+    assert (stage.lr, stage.min_lr_ratio, stage.betas, stage.weight_decay) == (
+        0.00020712352850360292,
+        0,
+        (0.9, 0.95),
+        0.1,
+    )
+    assert int(stage.warmup_ratio * stage.steps) == 200
+    rope = stage.rope
+    assert (rope.method, rope.factor, rope.beta_fast, rope.beta_slow) == ("yarn", 8, 32, 1)
+    assert (stage.attention, stage.optimizer_state, stage.max_grad_norm) == ("intra_document", "keep", 1.0)
+    assert stage.mix == {"long": 0.34, "short": 0.66}
+    assert {dataset.packing for dataset in recipe.datasets.values()} == {"best_fit"}
+    pdfs = recipe.sources["pdfs"]
+    assert pdfs.gzip_ratio.middle == 0.6
+    assert pdfs.aggregation.share == pytest.approx(8.02 / (8.02 + 8.93), abs=0.01)
+    assert (pdfs.aggregation.section, pdfs.aggregation.questions) == ((4 * K, 64 * K), 5)
+
+
+def test_olmo_3_in_its_larger_size_is_two_changes_away():
+    changes = ["stages.0.tokens=95368M", "stages.0.batch_tokens=8M"]
+    (stage,) = load_recipe("olmo3-64k", changes).recipe.stages
+    assert stage.steps == 11_921 and abs(stage.steps * stage.batch_tokens - 100e9) < stage.batch_tokens
 
 
 @pytest.mark.parametrize("name", ["smollm2-32k", "tiny"])

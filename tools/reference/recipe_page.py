@@ -11,6 +11,7 @@ from reference.keys import keys_table, nested_classes
 from reference.markdown import code, fence, summary, table
 from unspool.core.config import Config
 from unspool.data.sources.base import Source
+from unspool.data.sources.registry import SOURCES
 from unspool.data.strategies.base import StrategyConfig
 from unspool.evals.config import EvalConfig
 from unspool.recipe.paths import bundled_recipes
@@ -62,6 +63,9 @@ def sections() -> list[Section]:
 def _sections(cls: type[Config], path: str, seen: set[type[Config]]) -> Iterator[Section]:
     for name, field in cls.model_fields.items():
         below = ".".join(filter(None, [path, field.alias or name]))
+        if cls is Recipe and name == "sources":  # keys that sources of several kinds have
+            for source in SOURCES.values():
+                yield from _sections(source, below, seen)
         found = [one for one in nested_classes(field) if registry_page(one) is None and one not in seen]
         for one in found:
             seen.add(one)
@@ -88,7 +92,8 @@ def recipe_page() -> str:
     parts.append("## Bundled recipes { #bundled }\n\n" + table(("name", "what it does"), listed))
     parts.append("## Top level { #top-level }\n\n" + keys_table(Recipe, "top-level", link))
     for section in sections():
-        depth = "##" if "." not in section.path else "###"
+        top = section.path.removeprefix("sources.")  # `sources` itself has a page of its own
+        depth = "##" if "." not in top else "###"
         parts.append(f"{depth} {section.path} {{ #{section.anchor} }}\n\n{summary(section.cls)}\n")
         parts.append(fence(example(section.path), "yaml"))
         tag = "kind" if ": " in section.path else None

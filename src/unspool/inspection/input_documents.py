@@ -22,6 +22,7 @@ from unspool.inspection.items import (
     check_index,
     choose_indices,
     control_roles,
+    histogram_lines,
     manifest_facts,
     spans_of,
     text_spans,
@@ -38,6 +39,7 @@ class Corpus:
         check_files(place.files)
         try:
             self._docs = CorpusReader(place.files)
+            self._ratios = self._docs.gzip_ratios
         except (KeyError, AttributeError, ValueError, OSError, pa.ArrowException) as error:
             raise DataError(
                 f"{place.path}: its Arrow files are not a corpus of unspool; run `unspool tokenize` again."
@@ -63,6 +65,7 @@ class Corpus:
             facts=[(name, value) for name, value in [*facts, *manifest_facts(counts)] if value],
             lengths=self._docs.lens,
             notes=[*self._tokenizer.notes, *self._place.notes],
+            lines=[] if self._ratios is None else histogram_lines(self._ratios, "gzip ratio"),
         )
 
     def pick(self, *, indices: list[int], count: int, seed: int, source: str | None) -> list[int]:
@@ -82,11 +85,12 @@ class Corpus:
         eos = None if decoder is None or mask is not None else decoder.eos
         unended = eos is not None and len(tokens) and int(tokens[-1]) != eos
         name = self._docs.id(index)
+        ratio = [] if self._ratios is None else [f"gzip ratio {self._ratios[index]:.2f}"]
         return Item(
             index=index,
             name=f"document {index}",
             among=f"of 0–{len(self) - 1}",
-            facts=[name, f"{len(tokens):,} tokens", "no EOS at its end" if unended else "", _loss(mask)],
+            facts=[name, f"{len(tokens):,} tokens", *ratio, "no EOS at its end" if unended else "", _loss(mask)],
             parts=[
                 Part(
                     title=name,

@@ -20,6 +20,8 @@ from unspool.inspection.detokenize import Decoder
 from unspool.inspection.run_paths import Entry
 
 SPACE = "␣"
+_BINS = 8
+_BAR = 40  # characters of the longest bar of a histogram
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +65,19 @@ def manifest_facts(counts: dict[str, Any]) -> list[tuple[str, str]]:
     }
     facts = [(name.replace("_", " "), format_manifest_count(value)) for name, value in simple.items()]
     return [(name, shown) for name, shown in facts if shown]
+
+
+def histogram_lines(values: np.ndarray, name: str) -> list[str]:
+    """Return a histogram, a line for each of 8 equal intervals; empty without values."""
+    if not len(values):
+        return []
+    counts, edges = np.histogram(values, bins=_BINS)
+    bars = ["█" * round(_BAR * count / counts.max()) for count in counts.tolist()]
+    width = len(f"{counts.max():,}")
+    return [
+        f"{name} {low:8.4f} to {high:8.4f}  {count:{width},}  {bar}".rstrip()
+        for low, high, count, bar in zip(edges[:-1].tolist(), edges[1:].tolist(), counts.tolist(), bars, strict=True)
+    ]
 
 
 def raw_bytes(data: bytes) -> str:

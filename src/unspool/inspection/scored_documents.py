@@ -9,11 +9,8 @@ from unspool.core.sizes import format_size
 from unspool.data.document_scores import read_scores
 from unspool.inspection.detokenize import FoundTokenizer
 from unspool.inspection.input_documents import Corpus
-from unspool.inspection.items import Item, Show, Summary, check_index
+from unspool.inspection.items import Item, Show, Summary, check_index, histogram_lines
 from unspool.inspection.run_paths import DataPath, check_files, find_data
-
-_BINS = 8
-_BAR = 40  # characters of the longest bar
 
 
 class ScoredDocuments:
@@ -61,7 +58,7 @@ class ScoredDocuments:
             headline=f"{len(self._gains):,} scored documents, {int(self._lens.sum()):,} tokens, mean gain {mean:.4f} "
             "nats per token",
             facts=[(name, value) for name, value in facts if value],
-            lines=histogram_lines(self._gains[~short]),
+            lines=histogram_lines(self._gains[~short], "gain"),
         )
 
     def pick(self, *, indices: list[int], count: int, seed: int, source: str | None) -> list[int]:
@@ -82,16 +79,3 @@ class ScoredDocuments:
         found = self._corpus.item(index, show)
         rank = f"gain {self._gains[index]:.4f}, rank {self._ranks[index] + 1:,} of {len(self._gains):,}"
         return replace(found, facts=[rank, *found.facts])
-
-
-def histogram_lines(gains: np.ndarray) -> list[str]:
-    """Return a histogram of gains, a line for each of 8 equal intervals; empty without gains."""
-    if not len(gains):
-        return []
-    counts, edges = np.histogram(gains, bins=_BINS)
-    bars = ["█" * round(_BAR * count / counts.max()) for count in counts.tolist()]
-    width = len(f"{counts.max():,}")
-    return [
-        f"gain {low:8.4f} to {high:8.4f}  {count:{width},}  {bar}".rstrip()
-        for low, high, count, bar in zip(edges[:-1].tolist(), edges[1:].tolist(), counts.tolist(), bars, strict=True)
-    ]

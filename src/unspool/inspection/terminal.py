@@ -40,6 +40,7 @@ _SHOWN = (
     "gain 0",
     "quarantined",
     "filtered",
+    "tasks",
     "dropped",
     "tokenizer",
 )

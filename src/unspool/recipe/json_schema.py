@@ -247,6 +247,9 @@ def _problem(details: ErrorDetails, place: Place, data: Any) -> Problem:
     tag = tag_of(shape) if shape else None
     if kind == "extra_forbidden":
         return Problem(place=place, text=unknown_key(str(place[-1]), _allowed_keys(place, data)))
+    if details["loc"][-1] == "[key]" and kind == "literal_error":
+        expected = details["ctx"]["expected"].replace("'", "")
+        return Problem(place=place, text=f"the key {place[-1]!r} is not known; write {expected}.")
     if details["loc"][-1] == "[key]":
         return Problem(place=place, text=f"the key {place[-1]!r} must be a whole number.")
     if kind == "missing":

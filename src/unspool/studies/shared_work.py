@@ -105,7 +105,7 @@ SHARED = "shared"
 def corpus_key(loaded: LoadedRecipe, name: str) -> str:
     source = loaded.recipe.sources[name]
     paths = {key: located(loaded, path) for key, path in source.paths.items()}
-    seed = loaded.recipe.seed if source.seeded else None
+    seed = loaded.recipe.seed if source.depends_on_seed else None
     plain = source.model_dump(mode="json", exclude=set(source.path_keys))
     return digest([plain, paths, _tokenizer(loaded), seed])[:16]
 

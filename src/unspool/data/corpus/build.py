@@ -4,6 +4,8 @@ The folder gets `docs-00000.arrow` …, a manifest and, if needed, `quarantine.j
 as a datatrove pipeline on any executor. The source is divided into tasks, and each task writes one file, so the result
 does not depend on the number of workers.
 
+A source may drop documents by their gzip ratio (ratios.py) and insert tasks into documents.
+
 Every record is in the corpus, in quarantine, or counted under the reason why it was skipped. After a kill, the next
 build repeats only missing and damaged tasks. A partial folder made from other inputs or settings is renamed and kept.
 With a limit, documents are kept in order up to and including the one that reaches it.
@@ -12,6 +14,7 @@ With a limit, documents are kept in order up to and including the one that reach
 from __future__ import annotations
 
 import logging
+import math
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,7 +35,7 @@ from unspool.core.artifacts import (
     seal,
     stale_reason,
 )
-from unspool.core.errors import DataError
+from unspool.core.errors import ConfigError, DataError
 from unspool.data.corpus.config import EngineConfig
 from unspool.data.corpus.executors import check_engine, completed_tasks, forget_task, run_tasks, started
 from unspool.data.corpus.ledger import QUARANTINE, Ledger, check_bad_share, describe_bad, load_ledgers
@@ -48,9 +51,12 @@ from unspool.data.corpus.pipeline import (
     sizes_path,
     write_sums,
 )
+from unspool.data.corpus.ratios import FOLDER, MeasureRatios, RatioFilter, load_ratios
 from unspool.data.corpus.store import keep_first
 from unspool.data.lengths import histogram
+from unspool.data.sources.aggregation.insert import describe_tasks
 from unspool.data.sources.base import Source
+from unspool.data.sources.gzip_ratio import TOO_HIGH, TOO_LOW, middle_bounds
 from unspool.data.sources.spill import is_intact
 from unspool.data.tokenize.chat import build_chat_encoder
 from unspool.data.tokenize.chat_template import TEMPLATE_FILE
@@ -81,6 +87,7 @@ def build_corpus(
     name = out_dir.name
     root, out_dir = root.resolve(), out_dir.resolve()  # a task may run in another folder
     units = source.units(root)
+    _check_streaming(source, units, label=f"corpus {name}")
     encoder = build_encoder(tokenizer)
     inputs = {"files": _digest_units(source, units), "tokenizer": encoder.digest}
     chat = build_chat_encoder(tokenizer, source.chat_template(root), source=name) if source.is_chat else None
@@ -89,7 +96,7 @@ def build_corpus(
     # The location of the files and the number of bad records allowed do not change the result.
     unchanging = {*source.path_keys, "max_bad"}
     settings: dict[str, Any] = {"source": source.model_dump(mode="json", exclude=unchanging)}
-    if source.seeded:
+    if source.depends_on_seed:
         settings["seed"] = seed
     reason = stale_reason(out_dir, kind=KIND, inputs=inputs, settings=settings)
     if reason is None:
@@ -113,12 +120,12 @@ def build_corpus(
     masked = source.has_loss_masks(units)
     with started(engine):
         tasks = _divide(source, units, partial, engine, seed=seed, label=f"corpus {name}")
+        chosen = _ratio_filter(source, tasks, partial, engine, seed=seed, label=f"corpus {name}")
+        read_options: dict[str, Any] = {"root": root, "seed": seed, "vocabulary": len(tokenizer), "chat": chat}
         steps = [
-            ReadDocuments(
-                source, tasks, encoder, root=root, seed=seed, vocabulary=len(tokenizer), ledger=ledger, chat=chat
-            ),
+            ReadDocuments(source, tasks, encoder, ledger=ledger, ratio_filter=chosen, **read_options),
             TokenizeDocuments(encoder),
-            WriteDocuments(partial, limit, ledger=ledger, masked=masked),
+            WriteDocuments(partial, limit, ledger=ledger, masked=masked, measured=chosen is not None),
         ]
         sizes = _run(steps, partial, len(tasks), engine, limit, label=f"corpus {name}")
 
@@ -127,6 +134,7 @@ def build_corpus(
     total.publish(partial)
     check_bad_share(total, name=name, max_bad=source.max_bad_share, listed=partial / QUARANTINE)
     documents = sum(map(len, sizes))
+    _report_choices(total, chosen, documents, label=f"corpus {name}")
     if not documents:
         bad = describe_bad(total.bad) if total.bad else ""
         raise DataError(f"corpus {name}: no document contains text; check the source's kind and fields. {bad}".strip())
@@ -140,6 +148,9 @@ def build_corpus(
         "lengths": histogram(tokens),
         **total.counts(documents=documents),
     }
+    if chosen is not None:
+        bounds = {"low": chosen.bounds.low, "high": chosen.bounds.high}
+        counts["gzip_ratio"] = {name: bound for name, bound in bounds.items() if 0 < bound < math.inf}
     if masked:
         counts["trained_tokens"] = int(trained.sum())
     if chat is not None:
@@ -167,6 +178,51 @@ def _divide(
     count = len(spill_tasks)
     run_tasks([step], folder, ranks=range(count), num_tasks=count, engine=engine, label=f"{label}, sorting")
     return source.divide_spilled(folder, num_parts)
+
+
+def _check_streaming(source: Source, units: list[Path], *, label: str) -> None:
+    middle = source.ratio_filter is not None and source.ratio_filter.middle is not None
+    if middle and source.content_marks(units) is not None:
+        raise ConfigError(
+            f"{label}: gzip_ratio.middle reads all documents before the first is used, but this source is streamed "
+            "from the Hub; download it and set path to its folder, or set gzip_ratio.min and max."
+        )
+
+
+def _ratio_filter(
+    source: Source, tasks: list[Any], partial: Path, engine: EngineConfig, *, seed: int, label: str
+) -> RatioFilter | None:
+    """Return the filter of a source by gzip ratio; if its bounds depend on all documents, measure them first."""
+    config = source.ratio_filter
+    if config is None:
+        return None
+    if config.given_bounds is not None:
+        return RatioFilter(config.given_bounds)
+    assert config.middle is not None
+    folder = partial / WORK / FOLDER
+    for rank in completed_tasks(folder):
+        if load_ratios(folder, rank) is None:
+            logger.warning(f"{label}: the gzip ratios of task {rank} are damaged; measuring its documents again")
+            forget_task(folder, rank)
+    logger.info(f"{label}: measuring the gzip ratio of all documents, in {len(tasks)} tasks")
+    step = MeasureRatios(source, tasks, folder, seed=seed)
+    count = len(tasks)
+    run_tasks([step], folder, ranks=range(count), num_tasks=count, engine=engine, label=f"{label}, gzip ratios")
+    measured = [load_ratios(folder, rank) for rank in range(count)]
+    ratios = np.concatenate([np.zeros(0), *(each for each in measured if each is not None)])
+    return RatioFilter(middle_bounds(ratios, config.middle), folder)
+
+
+def _report_choices(total: Ledger, chosen: RatioFilter | None, documents: int, *, label: str) -> None:
+    """Log what the gzip ratio dropped and which tasks were inserted; DataError if no document is left."""
+    if chosen is not None:
+        between = chosen.bounds.describe()
+        dropped = f"{total.filtered[TOO_LOW]:,} below and {total.filtered[TOO_HIGH]:,} above"
+        if not documents and total.filtered[TOO_LOW] + total.filtered[TOO_HIGH]:
+            raise DataError(f"{label}: no document has a gzip ratio {between} ({dropped}); change gzip_ratio.")
+        logger.info(f"{label}: kept {documents:,} documents with a gzip ratio {between}; dropped {dropped}")
+    if total.tasks:
+        logger.info(f"{label}: {describe_tasks(total.tasks)}")
 
 
 def _run(

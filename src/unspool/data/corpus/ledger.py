@@ -25,12 +25,14 @@ class Ledger:
     filtered: Counter[str] = field(default_factory=Counter)  # by reason
     bad: list[Bad] = field(default_factory=list)
     left_out: list[tuple[str, str, str]] = field(default_factory=list)  # document, part of it, reason
+    tasks: Counter[str] = field(default_factory=Counter)  # tasks inserted into documents, by name, and their documents
 
     def clear(self) -> None:
         self.records = 0
         self.filtered.clear()
         self.bad.clear()
         self.left_out.clear()
+        self.tasks.clear()
 
     def add(self, item: Item) -> None:
         self.records += 1
@@ -49,7 +51,8 @@ class Ledger:
     def save(self, path: Path) -> None:
         """Write the counts of a task, after its documents are written."""
         bad = [[entry.file, entry.record, entry.reason, entry.detail] for entry in self.bad]
-        content = {"records": self.records, "filtered": self.filtered, "bad": bad, "left_out": self.left_out}
+        content: dict[str, Any] = {"records": self.records, "filtered": self.filtered, "bad": bad}
+        content |= {"left_out": self.left_out, **({"tasks": self.tasks} if self.tasks else {})}
         path.write_text(json.dumps(content, ensure_ascii=True))
 
     def publish(self, folder: Path) -> None:
@@ -75,6 +78,7 @@ class Ledger:
             "quarantined": dict(sorted(Counter(entry.reason for entry in self.bad).items())),
             "filtered": dict(sorted(filtered.items())),
             "left_out": dict(sorted(Counter(reason for _, _, reason in self.left_out).items())),
+            **({"tasks": dict(sorted(self.tasks.items()))} if self.tasks else {}),
         }
 
 
@@ -85,6 +89,7 @@ def load_ledgers(paths: Iterable[Path]) -> Ledger:
         content = json.loads(path.read_text())
         whole.records += content["records"]
         whole.filtered.update(content["filtered"])
+        whole.tasks.update(content.get("tasks", {}))
         whole.bad += [Bad(*entry) for entry in content["bad"]]
         whole.left_out += [(document, part, reason) for document, part, reason in content["left_out"]]
     return whole

@@ -17,7 +17,9 @@ from datatrove.pipeline.base import PipelineStep
 
 from unspool.core.artifacts import changed_file, list_files, write_atomic
 from unspool.data.corpus.ledger import Ledger
+from unspool.data.corpus.ratios import RatioFilter
 from unspool.data.corpus.store import CorpusWriter
+from unspool.data.sources.aggregation.insert import insert_tasks
 from unspool.data.sources.base import Bad, Document, Filtered, Item, Source, read_items
 from unspool.data.sources.files import Unreadable
 from unspool.data.tokenize.chat import ChatEncoder
@@ -102,6 +104,7 @@ class ReadDocuments(PipelineStep):  # type: ignore[misc]
         vocabulary: int,
         ledger: Ledger,
         chat: ChatEncoder | None = None,
+        ratio_filter: RatioFilter | None = None,
     ) -> None:
         super().__init__()
         self.source = source
@@ -112,19 +115,29 @@ class ReadDocuments(PipelineStep):  # type: ignore[misc]
         self.vocabulary = vocabulary
         self.ledger = ledger
         self.chat = chat
+        self.ratio_filter = ratio_filter
 
     def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> Iterator[PipelineDocument]:
         self.ledger.clear()  # a process may run several tasks with the same steps
+        ratios = None if self.ratio_filter is None else self.ratio_filter.ratios(rank)
         for found in read_items(self.source, self.tasks[rank], self.seed, self.encoder):
-            item = _check_usable(_render_chat(found, self.chat), self.vocabulary)
+            item, ratio = _check_usable(_render_chat(found, self.chat), self.vocabulary), None
             if isinstance(item, Bad):
                 item = replace(item, file=_relative(item.file, self.root))
+            elif isinstance(item, Document) and self.ratio_filter is not None:
+                item, ratio = self.ratio_filter.apply(item, ratios)
             self.ledger.add(item)
             if isinstance(item, Document):
-                metadata = {} if item.tokens is None else {"tokens": item.tokens}
-                if item.loss_mask is not None:
-                    metadata["loss_mask"] = item.loss_mask
-                yield PipelineDocument(text=item.text, id=item.id, metadata=metadata)
+                yield self._pass_on(item, ratio)
+
+    def _pass_on(self, document: Document, ratio: float | None) -> PipelineDocument:
+        given = {"tokens": document.tokens, "loss_mask": document.loss_mask, "gzip_ratio": ratio}
+        metadata = {name: value for name, value in given.items() if value is not None}
+        text = document.text
+        if self.source.inserted_tasks is not None:
+            text, counts = insert_tasks(self.source.inserted_tasks, document.id, text, self.seed)
+            self.ledger.tasks.update(counts)
+        return PipelineDocument(text=text, id=document.id, metadata=metadata)
 
 
 class TokenizeDocuments(PipelineStep):  # type: ignore[misc]
@@ -163,23 +176,27 @@ class WriteDocuments(PipelineStep):  # type: ignore[misc]
     name = "arrow"
     type = "WRITER"
 
-    def __init__(self, folder: Path, limit: int | None, *, ledger: Ledger, masked: bool = False) -> None:
+    def __init__(
+        self, folder: Path, limit: int | None, *, ledger: Ledger, masked: bool = False, measured: bool = False
+    ) -> None:
         super().__init__()
         self.folder = folder
         self.limit = limit
         self.ledger = ledger
         self.masked = masked
+        self.measured = measured
 
     def run(self, data: Any, rank: int = 0, world_size: int = 1) -> None:
         sizes: list[tuple[int, int, int]] = []
         total = 0
-        with CorpusWriter(shard_path(self.folder, rank), masked=self.masked) as writer:
+        options = {"masked": self.masked, "measured": self.measured}
+        with CorpusWriter(shard_path(self.folder, rank), **options) as writer:
             for document in data:
                 tokens = document.metadata["tokens"]
                 mask = document.metadata.get("loss_mask")
                 if self.masked and mask is None:
                     mask = np.ones(len(tokens), dtype=np.bool_)
-                writer.append(document.id, tokens, mask)
+                writer.append(document.id, tokens, mask, gzip_ratio=document.metadata.get("gzip_ratio"))
                 # The first token is never a prediction target.
                 trained = len(tokens) - 1 if mask is None else np.count_nonzero(mask[1:])
                 sizes.append((len(tokens), len(document.text), int(trained)))

@@ -1,8 +1,8 @@
 """Arrow files of a corpus, written in batches and memory-mapped for reading.
 
-Files `docs-00000.arrow` … have the columns id, tokens and, if the source has loss masks, loss_mask. Any Arrow reader
-opens them. Finding a document takes constant time; it is returned without a copy, as a read-only view of the file. A
-file is renamed into place when it is complete.
+Files `docs-00000.arrow` … have the columns id, tokens and, if the source has them, loss_mask or gzip_ratio. Any Arrow
+reader opens them. Finding a document takes constant time; it is returned without a copy, as a read-only view of the
+file. A file is renamed into place when it is complete.
 """
 
 import os
@@ -20,27 +20,41 @@ from unspool.data.packing.store import ArrowFile, open_arrow
 
 _DOCS = pa.schema([("id", pa.string()), ("tokens", pa.large_list(pa.uint32()))])
 # A byte per token: 1 if it is trained on. Without the column, all tokens are trained on.
-_MASKED_DOCS = _DOCS.append(pa.field("loss_mask", pa.large_list(pa.uint8())))
+_MASK = pa.field("loss_mask", pa.large_list(pa.uint8()))
+# Of documents that were chosen by it (gzip_ratio.py).
+_RATIO = pa.field("gzip_ratio", pa.float64())
 
 
 class CorpusWriter:
     """Write the documents of one shard: `with CorpusWriter(path) as writer: writer.append(id, tokens)`.
 
-    If `masked`, every document needs a loss mask.
+    If `masked`, every document needs a loss mask; if `measured`, its gzip ratio.
     """
 
-    def __init__(self, path: Path, *, masked: bool = False) -> None:
-        self._schema = _MASKED_DOCS if masked else _DOCS
+    def __init__(self, path: Path, *, masked: bool = False, measured: bool = False) -> None:
+        self._masked, self._measured = masked, measured
+        self._schema = pa.schema([*_DOCS, *([_MASK] if masked else []), *([_RATIO] if measured else [])])
         self._file = ArrowFile(path, self._schema)
         self._ids: list[str] = []
         self._docs: list[np.ndarray] = []
         self._masks: list[np.ndarray] = []
+        self._ratios: list[float] = []
         self._held = 0
 
-    def append(self, doc_id: str, tokens: np.ndarray, loss_mask: np.ndarray | None = None) -> None:
-        assert (loss_mask is not None) == (self._schema is _MASKED_DOCS)
+    def append(
+        self,
+        doc_id: str,
+        tokens: np.ndarray,
+        loss_mask: np.ndarray | None = None,
+        *,
+        gzip_ratio: float | None = None,
+    ) -> None:
+        assert (loss_mask is not None) == self._masked
+        assert (gzip_ratio is not None) == self._measured
         self._ids.append(doc_id)
         self._docs.append(tokens)
+        if gzip_ratio is not None:
+            self._ratios.append(gzip_ratio)
         if loss_mask is not None:
             assert len(loss_mask) == len(tokens)
             self._masks.append(loss_mask.astype(np.bool_))
@@ -55,8 +69,10 @@ class CorpusWriter:
         columns = [pa.LargeListArray.from_arrays(offsets, pa.array(np.concatenate(self._docs)))]
         if self._masks:
             columns.append(pa.LargeListArray.from_arrays(offsets, pa.array(np.concatenate(self._masks).view(np.uint8))))
+        if self._ratios:
+            columns.append(pa.array(self._ratios, pa.float64()))
         self._file.write(pa.record_batch([pa.array(self._ids, pa.string()), *columns], schema=self._schema))
-        self._ids, self._docs, self._masks, self._held = [], [], [], 0
+        self._ids, self._docs, self._masks, self._ratios, self._held = [], [], [], [], 0
 
     def __enter__(self) -> Self:
         return self
@@ -93,6 +109,7 @@ class _Batch(NamedTuple):
     offsets: np.ndarray
     tokens: np.ndarray
     masks: np.ndarray | None  # bool
+    ratios: np.ndarray | None  # float64, of each document
     ids: Any
 
 
@@ -149,6 +166,13 @@ class CorpusReader:
         batch, inner = self._find(index)
         return None if batch.masks is None else batch.masks[batch.offsets[inner] : batch.offsets[inner + 1]]
 
+    @property
+    def gzip_ratios(self) -> np.ndarray | None:
+        """The gzip ratio of each document's text, before tasks were inserted; None if it was not measured."""
+        ratios = [batch.ratios for batch in self._batches]
+        found = [each for each in ratios if each is not None]
+        return np.concatenate(found) if found and len(found) == len(ratios) else None
+
     def stored(self, index: int) -> StoredTokens:
         """Return `reader[index]` as a handle that reads from the file, for random access to a whole corpus.
 
@@ -200,7 +224,8 @@ def _view_batch(batch: Any) -> _Batch:
     masks = None
     if "loss_mask" in batch.schema.names:
         masks = batch.column("loss_mask").values.to_numpy().view(np.bool_)
-    return _Batch(tokens.offsets.to_numpy(), tokens.values.to_numpy(), masks, batch.column("id"))
+    ratios = batch.column("gzip_ratio").to_numpy() if "gzip_ratio" in batch.schema.names else None
+    return _Batch(tokens.offsets.to_numpy(), tokens.values.to_numpy(), masks, ratios, batch.column("id"))
 
 
 def _batch_offsets(path: Path) -> list[tuple[int, int]]:
@@ -229,6 +254,8 @@ def keep_first(path: Path, count: int) -> None:
     reader = CorpusReader([path])
     if count >= len(reader):
         return
-    with CorpusWriter(path, masked=reader.is_masked) as writer:
+    ratios = reader.gzip_ratios
+    with CorpusWriter(path, masked=reader.is_masked, measured=ratios is not None) as writer:
         for index in range(count):
-            writer.append(reader.id(index), reader[index], reader.loss_mask(index))
+            ratio = None if ratios is None else float(ratios[index])
+            writer.append(reader.id(index), reader[index], reader.loss_mask(index), gzip_ratio=ratio)

@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from unspool.core.config import Config
 from unspool.core.errors import DataError
 from unspool.core.sizes import Size, format_count
+from unspool.data.sources.aggregation.config import Aggregation
 from unspool.data.sources.files import files_below, find_files, matching_files, printable
+from unspool.data.sources.gzip_ratio import GzipRatio
 
 # Importing this takes seconds, in every worker process.
 if TYPE_CHECKING:
@@ -106,6 +108,20 @@ class Source(Config):
     def max_bad_share(self) -> float:
         """Return the share of unreadable records above which the build fails."""
         return 0.0
+
+    @property
+    def ratio_filter(self) -> GzipRatio | None:
+        """Return which documents to keep by their gzip ratio; None keeps all."""
+        return None
+
+    @property
+    def inserted_tasks(self) -> Aggregation | None:
+        """Return which tasks to insert into documents; None inserts none."""
+        return None
+
+    @property
+    def depends_on_seed(self) -> bool:
+        return self.seeded or self.inserted_tasks is not None
 
     @property
     def paths(self) -> dict[str, str]:
@@ -235,6 +251,8 @@ class FileSource(Source):
             why = f"{self.path} is not on this machine"
             return Estimate(self.limit, f"its limit; {why}" if self.limit else why)
         tokens = self.estimate_tokens(files)
+        if self.ratio_filter is not None and self.ratio_filter.middle is not None:
+            tokens = int(tokens * self.ratio_filter.middle)
         size = format_count(sum(file.stat().st_size for file in files))
         found = f"{len(files)} file{'s' * (len(files) > 1)} of {size}B"
         if self.limit and self.limit < tokens:
@@ -245,6 +263,32 @@ class FileSource(Source):
         """Estimate tokens from file sizes: `CHARS_PER_TOKEN`, and typical compression ratios."""
         chars = sum(file.stat().st_size * EXPANSION.get(file.suffix, 1.0) for file in files)
         return int(chars / CHARS_PER_TOKEN)
+
+
+class TextFileSource(FileSource):
+    """Files of documents with text, which can be filtered and extended before they are tokenized."""
+
+    gzip_ratio: GzipRatio | None = Field(
+        None, description="Keep documents by how well gzip compresses them. Default: keep all."
+    )
+    aggregation: Aggregation | None = Field(
+        None, description="Insert questions about whole sections of a document after these sections. Default: none."
+    )
+
+    @model_serializer(mode="wrap")
+    def _without_new_keys(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Omit keys that are not set, so that corpora from before these keys stay up to date."""
+        values: dict[str, Any] = dump(self)
+        new = ("gzip_ratio", "aggregation")
+        return {key: value for key, value in values.items() if key not in new or value is not None}
+
+    @property
+    def ratio_filter(self) -> GzipRatio | None:
+        return self.gzip_ratio
+
+    @property
+    def inserted_tasks(self) -> Aggregation | None:
+        return self.aggregation
 
 
 def group_units(units: Sequence[Path], num_bytes: int) -> list[list[Path]]:

@@ -18,7 +18,7 @@ import yaml
 from pydantic import Field
 
 from unspool.core.errors import ConfigError, DataError
-from unspool.data.sources.base import FileSource, Item
+from unspool.data.sources.base import Item, TextFileSource
 from unspool.data.sources.files import first_line
 from unspool.data.sources.hub_stream import (
     HubRows,
@@ -47,7 +47,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _CONVERTED = "refs/convert/parquet"  # where the Hub puts Parquet copies: <config>/<split>/0000.parquet
 
 
-class HfSource(FileSource):
+class HfSource(TextFileSource):
     """A Hugging Face dataset: a Hub id, or a folder with its Parquet, JSONL or `save_to_disk` files."""
 
     kind: Literal["hf"]

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal, TypeVar
 
 from pydantic import Field
 
-from unspool.data.sources.base import MAX_RECORD_BYTES, Bad, Document, FileSource, Item
+from unspool.data.sources.base import MAX_RECORD_BYTES, Bad, Document, FileSource, Item, TextFileSource
 from unspool.data.sources.files import Unreadable, checked_text, chunks, decode, lines, list_names
 from unspool.data.sources.text import TextSource
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 ENDINGS = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 
 
-class JsonlSource(FileSource):
+class JsonlSource(TextFileSource):
     """JSON lines (plain, .gz or .zst); one document per line."""
 
     kind: Literal["jsonl"]

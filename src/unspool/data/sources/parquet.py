@@ -6,10 +6,10 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from unspool.data.sources.base import FileSource, Item
+from unspool.data.sources.base import Item, TextFileSource
 
 
-class ParquetSource(FileSource):
+class ParquetSource(TextFileSource):
     """Parquet files; one document per record."""
 
     kind: Literal["parquet"]

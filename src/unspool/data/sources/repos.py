@@ -33,7 +33,7 @@ from unspool.data.sources.archives import (
     is_archive,
     members,
 )
-from unspool.data.sources.base import MAX_RECORD_BYTES, Bad, Document, FileSource, Filtered, Item
+from unspool.data.sources.base import MAX_RECORD_BYTES, Bad, Document, Filtered, Item, TextFileSource
 from unspool.data.sources.code_filter import MAX_FILE_BYTES, unwanted_content, unwanted_folder, unwanted_name
 from unspool.data.sources.files import Unreadable, first_line, nothing_found, printable
 
@@ -44,7 +44,7 @@ _MARKERS = (".git", "pyproject.toml", "setup.py", "package.json", "Cargo.toml", 
 _BOM = b"\xef\xbb\xbf"
 
 
-class ReposSource(FileSource):
+class ReposSource(TextFileSource):
     """Code repositories, one document each: folders, .tar.gz, .zip, source distributions, wheels."""
 
     kind: Literal["repos"]

@@ -31,9 +31,9 @@ from unspool.data.sources.base import (
     SAMPLE_CHARS,
     Bad,
     Document,
-    FileSource,
     Filtered,
     Item,
+    TextFileSource,
     group_units,
 )
 from unspool.data.sources.code_filter import unwanted_content, unwanted_name
@@ -61,7 +61,7 @@ class Part:
     number: int
 
 
-class StackSource(FileSource):
+class StackSource(TextFileSource):
     """Parquet with one code file per record, as in The Stack; one document per repository."""
 
     kind: Literal["stack"]

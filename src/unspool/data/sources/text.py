@@ -4,11 +4,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from unspool.data.sources.base import MAX_RECORD_BYTES, Bad, Document, FileSource, Item
+from unspool.data.sources.base import MAX_RECORD_BYTES, Bad, Document, Item, TextFileSource
 from unspool.data.sources.files import Unreadable, checked_text, chunks, decode
 
 
-class TextSource(FileSource):
+class TextSource(TextFileSource):
     """Plain text files, a folder of them or a glob; one document each."""
 
     kind: Literal["text"]

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from pydantic import Field
 
 from unspool.core.rng import rng_for
-from unspool.data.sources.base import Bad, Document, FileSource, Filtered, Item
+from unspool.data.sources.base import Bad, Document, Filtered, Item, TextFileSource
 from unspool.data.sources.files import Unreadable, checked_text
 from unspool.data.sources.jsonl import ENDINGS, read_jsonl, text_field
 
@@ -41,7 +41,7 @@ class _Chapter:
     text: str
 
 
-class TextbooksSource(FileSource):
+class TextbooksSource(TextFileSource):
     """Chapters (one JSONL or Parquet record each) joined to books, and the books of one subject to one document."""
 
     kind: Literal["textbooks"]
