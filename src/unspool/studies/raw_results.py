@@ -63,6 +63,8 @@ def collect(folder: Path, out: Path) -> list[str]:
 
 def _title(run: Path, loaded: LoadedRecipe, stage: str, *, alone: bool) -> str:
     seed = loaded.recipe.seed
+    if not loaded.recipe.stages and run.name.endswith(f"-s{seed}") and not alone:
+        return run.name  # an arm of merged weights, whose model is the base of its run
     if stage == BASE or alone:
         return f"{stage}-s{seed}"
     arm = run.name.removesuffix(f"-s{seed}")
