@@ -58,6 +58,10 @@ def data(tmp_path, monkeypatch) -> str:
             for at in range(4)
         ]
         write_scores(study / "longppl" / f"{arm}-s0", windows)
+        (study / "longppl" / f"{arm}-s0" / "summary.json").write_text("{}")
+    cells = [{"suite": "short", "task": "local_piqa", "value": 0.5, "low": 0.45, "high": 0.55, "n": 400}]
+    (study / "short" / "a-s0").mkdir(parents=True)
+    (study / "short" / "a-s0" / "summary.json").write_text(json.dumps({"model": "m", "cells": cells}))
     name = tmp_path.name  # answers are cached by the folder's name
     assert collect(study, tmp_path / name) == [f"{arm}-s0" for arm in ARMS]
     monkeypatch.setattr("result_data.RESULTS", tmp_path)
@@ -101,4 +105,7 @@ def test_later_scores_join_their_run_without_the_choice_of_key_tokens(data, tmp_
     folder = tmp_path / data / "a-s0"
     (line, *_) = gzip.decompress((folder / "longppl.jsonl.gz").read_bytes()).splitlines()
     assert "key_positions" not in json.loads(line) and json.loads(line)["key_tokens"] == 50
-    assert json.loads((folder / "run.json").read_text())["scored_later"] == ["longppl"]
+    assert json.loads((folder / "run.json").read_text())["scored_later"] == ["longppl", "short"]
+    blocks = importlib.import_module("result_blocks")
+    short = blocks.BLOCKS["short"]({"data": data, "rows": ["a"], "tasks": ["local_piqa"]}).text
+    assert "| a | 50.0% ±5.0 |" in short

@@ -20,7 +20,7 @@ import yaml
 
 from unspool.core.artifacts import digest_once, read_manifest, write_atomic
 from unspool.core.errors import ConfigError, DataError, UnspoolError
-from unspool.evals.run import SAMPLES
+from unspool.evals.run import SAMPLES, SUMMARY
 from unspool.models.location import ASSET_PREFIX
 from unspool.recipe.json_schema import value_at
 from unspool.recipe.load import LoadedRecipe, load_recipe
@@ -57,8 +57,7 @@ def collect(folder: Path, out: Path) -> list[str]:
             if read_manifest(scores) is not None:
                 title = _title(run, loaded, name, alone=run == folder)
                 if title not in written:  # the base model is scored once per seed
-                    later = [] if run == folder else _later_scores(folder, title)
-                    _write_run(run, loaded, name, out / title, later=later)
+                    _write_run(run, loaded, name, out / title, later=_later_scores(folder, title))
                     written.append(title)
     if not written:
         raise ConfigError(f"{folder}: no scores found; name the folder of a study or of a run whose recipe has evals.")
@@ -77,11 +76,15 @@ def _title(run: Path, loaded: LoadedRecipe, stage: str, *, alone: bool) -> str:
 
 def _later_scores(folder: Path, run: str) -> list[Path]:
     """Find scores of a run that `unspool eval` wrote next to the runs, such as longppl/abf-s0."""
-    return [path for path in sorted(folder.glob(f"*/{run}")) if (read_manifest(path) or {}).get("kind") == "scores"]
+    return [path.parent for path in sorted(folder.glob(f"*/{run}/{SUMMARY}"))]
 
 
 def _samples(scores: Path) -> Iterator[Sample]:
-    """Yield the lines that are kept of a scores folder."""
+    """Yield the lines that are kept of a scores folder; short tasks alone have no lines but cells in the summary."""
+    if not (scores / SAMPLES).is_file():
+        cells = json.loads((scores / SUMMARY).read_text(encoding="utf-8"))["cells"]
+        yield {"suite": "short", "task": None, "length": 0, "cells": cells}
+        return
     prompts = {key: answer.prompt for part in (read_answers(scores) or {}).values() for key, answer in part.items()}
     for sample in _lines(scores / SAMPLES):
         # Questions on one context are one prompt; its name is needed only where it is not the question's own.
