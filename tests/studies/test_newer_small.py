@@ -206,7 +206,7 @@ def test_a_mistake_in_merge_is_one_line(study_file, tmp_path, merge, words):
 
 
 def test_a_merged_arm_needs_its_trained_arm(study_file, tmp_path):
-    with pytest.raises(ConfigError, match="merged-s0 averages the weights of abf-s0, which is not trained yet"):
+    with pytest.raises(ConfigError, match="it averages the weights of abf-s0, which is not trained yet; add abf-s0"):
         unspool.study(study_file, only=["merged"], out=tmp_path / "out")
 
 

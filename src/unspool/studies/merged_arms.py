@@ -52,8 +52,8 @@ def check_sources(study: "Study", chosen: Sequence["StudyRun"]) -> None:
         source = source_of(study, run) if run.merge else run
         if source not in chosen and not is_done(study, source):
             raise ConfigError(
-                f"{run.name} averages the weights of {source.name}, which is not trained yet; add "
-                f"`--only {source.name}`, or run it first."
+                f"`only={run.name!r}`: it averages the weights of {source.name}, which is not trained yet; add "
+                f"{source.name}, or run it first."
             )
 
 
