@@ -116,8 +116,6 @@ def dataset_key(loaded: LoadedRecipe, name: str) -> str:
     paths = [located(loaded, getattr(strategy, key)) for strategy in config.strategies for key in strategy.path_keys]
     excluded = {strategy.name: set(strategy.path_keys) for strategy in config.strategies}
     plain = config.model_dump(mode="json", by_alias=True, exclude=excluded)
-    if config.score is not None and config.score.model is None:
-        paths.append(located(loaded, scorer_ref(config.score, loaded.recipe)))
     return digest([plain, name, corpora, _tokenizer(loaded), paths, loaded.recipe.seed])[:16]
 
 
