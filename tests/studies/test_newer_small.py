@@ -146,6 +146,13 @@ def test_every_method_of_the_screen_runs_and_changes_the_model(screened):
     assert {entry["arm"] for entry in study["runs"] if entry["compared"]} >= {"abf", *SCREEN}
 
 
+@pytest.mark.slow
+def test_every_arm_runs(study_file, tmp_path):
+    result = unspool.study(study_file, out=tmp_path / "out")
+    assert not result.failed
+    assert {entry["arm"] for entry in result.to_dict()["runs"] if entry["compared"]} == set(load_study(study_file).arms)
+
+
 def test_documents_are_scored_by_the_recipes_model(screened):
     counts = read_manifest(screened / "longfilter-s0/datasets/books")["counts"]
     about = counts["sources"]["books"]["score"]
