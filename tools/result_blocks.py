@@ -12,6 +12,7 @@ from functools import cache
 from statistics import fmean, stdev
 from typing import Any
 
+from result_costs import prompt_tokens, scoring_rate
 from result_data import (
     RESULTS,
     BySeed,
@@ -242,11 +243,14 @@ def _finding(one: Finding, *, first: bool) -> list[str]:
 def agreement(settings: Mapping[str, Any]) -> Output:
     """Rank correlation of measures with one of them, over the arms of all folders.
 
-    Arms are means over the seeds that all arms of a folder have, since other seeds have other questions. Settings: data
-    (list of folders), target (label), columns (label: measure), without (arms to leave out), seconds (label: device
-    seconds per arm).
+    Arms are means over the seeds that all arms of a folder have, since other seeds have other questions. Device seconds
+    are those of one arm and seed: its prompt tokens at the mean rate at which the runs were scored. Settings: data
+    (list of folders), target (label), columns (label: measure), without (arms to leave out), at_once (runs that shared
+    the device; default 1), seconds (label: measured device seconds, in place of the computed ones).
     """
-    columns, seconds = labeled(settings, "columns"), settings.get("seconds", {})
+    columns, seconds = labeled(settings, "columns"), dict(settings.get("seconds", {}))
+    runs = [run for data in settings["data"] for run in runs_of(data) if run.arm not in settings.get("without", ())]
+    rate = scoring_rate(runs)
     arms: dict[str, BySeed] = {}
     for data in settings["data"]:
         found = {run.arm: select(data, run.arm) for run in runs_of(data) if run.arm not in settings.get("without", ())}
@@ -260,6 +264,9 @@ def agreement(settings: Mapping[str, Any]) -> Output:
         means = {arm: arm_interval(by_seed, measure) for arm, by_seed in arms.items()}
         sign = -1 if measure.is_loss else 1
         values[label] = {arm: sign * one.value for arm, one in means.items() if one is not None}
+        tokens = prompt_tokens(runs, measure)
+        if rate and tokens:
+            seconds.setdefault(label, f"{tokens / rate / settings.get('at_once', 1):,.1f}")
     rows = []
     for one in rank_agreement(values, settings["target"]):
         interval = MISSING if one.low is None else f"{one.low:.2f} to {one.high:.2f}".replace("-", "−")
@@ -267,6 +274,9 @@ def agreement(settings: Mapping[str, Any]) -> Output:
         rows.append([one.measure, value, interval, str(one.arms), str(seconds.get(one.measure, MISSING))])
     head = ["measure", f"rank correlation with {settings['target']}", "95% interval", "arms", "device seconds"]
     note = "Spearman's correlation; losses count with a minus. Intervals: bootstrap over arms."
+    target = seconds.get(settings["target"])
+    if target is not None:
+        note += f" The target takes {target} device seconds."
     return Output(text="\n".join([*markdown_lines(head, rows), "", note]))
 
 

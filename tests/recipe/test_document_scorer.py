@@ -188,3 +188,26 @@ def test_arms_of_a_study_share_scores_and_keys_without_score_stay(recipe):
     assert dataset_key(loaded, "all") == dataset_key(other, "all")
     longer = load_recipe(recipe, ["datasets.top.score.short=32", "datasets.weighted.score.short=32"])
     assert shared_folders(loaded)["document_scores/books"] != shared_folders(longer)["document_scores/books"]
+
+
+def test_without_a_model_the_recipes_model_scores(recipe, tmp_path):
+    def load(model: str):
+        data = yaml.safe_load(recipe.read_text(encoding="utf-8")) | {"model": model}
+        for name in ("top", "weighted"):
+            data["datasets"][name]["score"].pop("model")
+        file = recipe.parent / "without.yaml"
+        file.write_text(yaml.safe_dump(data), encoding="utf-8")
+        return load_recipe(file)
+
+    named, default, other = load_recipe(recipe), load("asset:tiny-base"), load("org/other")
+    folder = "document_scores/books"
+    assert shared_folders(default)[folder] == shared_folders(named)[folder]
+    assert shared_folders(other)[folder] != shared_folders(default)[folder]
+    assert dataset_key(other, "top") != dataset_key(default, "top")
+
+
+def test_a_new_model_cannot_score(recipe):
+    new = {"size": "10M", "tokenizer": "asset:tiny-base", "context_length": 256}
+    changes = {"model": new, "datasets.top.score": {"long": 256, "short": 64}, "datasets.weighted.score": None}
+    with pytest.raises(ConfigError, match=r"score\.model: missing; the recipe's model is new"):
+        load_recipe(recipe, changes)

@@ -18,6 +18,7 @@ from unspool.data.packing.config import DatasetConfig
 from unspool.data.strategies.long_context_gain import LongContextGain
 from unspool.evals.backends.base import Backend, BackendOptions, build_backend, claimed_context
 from unspool.models.location import model_path
+from unspool.recipe.schema import Recipe
 
 SCORES = "document_scores"  # folder of a run, beside `corpus`
 
@@ -44,6 +45,13 @@ class ModelScorer:
         return self._backend.window_losses(tokens)
 
 
+def scorer_ref(config: LongContextGain, recipe: Recipe) -> str:
+    """Return the model that scores, as the recipe spells it."""
+    ref = config.model or recipe.model
+    assert isinstance(ref, str), "the recipe's check refuses a new model"
+    return ref
+
+
 def check_scorer(config: LongContextGain, ref: str, tokenizer: Any, *, place: str) -> None:
     """Reject a model that cannot score this text: another vocabulary, or a context shorter than `long`."""
     from unspool.models.tokenizer import load_tokenizer  # import late: it loads transformers
@@ -51,14 +59,14 @@ def check_scorer(config: LongContextGain, ref: str, tokenizer: Any, *, place: st
     limit = claimed_context(ref)
     if limit is not None and config.long > limit.tokens:
         raise ConfigError(
-            f"{place}.long is {format_size(config.long)}, but {config.model} reads at most "
+            f"{place}.long is {format_size(config.long)}, but {config.model or ref} reads at most "
             f"{format_size(limit.tokens)} ({limit.source}); set {place}.long: {format_size(limit.tokens)} or less, or "
             f"give {place}.model with a longer context."
         )
     if load_tokenizer(ref).get_vocab() != tokenizer.get_vocab():
         raise ConfigError(
-            f"{place}.model {config.model} has another vocabulary than the text's tokenizer; give a model of the same "
-            "family, such as the smallest one, or the model itself."
+            f"{place}.model {config.model or ref} has another vocabulary than the text's tokenizer; give a model of "
+            "the same family, such as the smallest one, or the model itself."
         )
 
 

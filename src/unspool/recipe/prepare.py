@@ -9,7 +9,7 @@ from unspool.data.corpus.executors import check_engine
 from unspool.data.packing.build import build_rows
 from unspool.data.packing.config import DatasetConfig
 from unspool.recipe.context import RunContext
-from unspool.recipe.document_scorer import SCORES, ModelScorer, check_scorer, score_sources
+from unspool.recipe.document_scorer import SCORES, ModelScorer, check_scorer, score_sources, scorer_ref
 from unspool.recipe.load import LoadedRecipe, check_inputs
 from unspool.recipe.needs import tokens_needed
 from unspool.recipe.packed_dataset import embedder
@@ -32,7 +32,7 @@ def check_data_inputs(context: RunContext) -> None:
     tokenizer = context.tokenizer
     for name, dataset in context.recipe.datasets.items():
         if dataset.score is not None:
-            ref = context.loaded.model_path(dataset.score.model)
+            ref = context.loaded.model_path(scorer_ref(dataset.score, context.recipe))
             check_scorer(dataset.score, ref, tokenizer, place=f"datasets.{name}.score")
 
 
@@ -99,7 +99,7 @@ def _score(context: RunContext, config: DatasetConfig, corpora: dict[str, Path])
         context.build(folder, step)
         return context.out / folder
 
-    scorer = ModelScorer(context.loaded.model_path(config.score.model), context.recipe.device)
+    scorer = ModelScorer(context.loaded.model_path(scorer_ref(config.score, context.recipe)), context.recipe.device)
     return score_sources(config, corpora, scorer=scorer, build=build)
 
 

@@ -91,7 +91,7 @@ def reference_problems(data: Mapping[str, Any]) -> Iterator[Problem]:
             yield Problem(
                 place=("datasets", name, "replace", "with"), text=_unknown("source", replacing, list(sources))
             )
-    yield from _score_problems(rows)
+    yield from _score_problems(rows, is_new=isinstance(data.get("model"), dict))
     for index, stage in enumerate(stages):
         yield from _mix_problems(index, stage, rows)
         yield from _validation_problems(index, stage, rows)
@@ -135,13 +135,16 @@ def _synth_problems(sets: Mapping[str, Any], sources: Mapping[str, Any]) -> Iter
                 yield Problem(place=place, text=text)
 
 
-def _score_problems(rows: Mapping[str, Any]) -> Iterator[Problem]:
-    """Reject two ways to score one source, because a run keeps one set of scores for each."""
+def _score_problems(rows: Mapping[str, Any], *, is_new: bool) -> Iterator[Problem]:
+    """Reject scores by a new model, and two ways to score one source: a run keeps one set of scores for each."""
     first: dict[str, tuple[str, list[Any]]] = {}
     for name, entry in rows.items():
         score = _entries(_entries(entry).get("score"))
         if not score:
             continue
+        if is_new and not score.get("model"):
+            text = "missing; the recipe's model is new and cannot score, so name a trained model."
+            yield Problem(place=("datasets", name, "score", "model"), text=text)
         given = [score.get("model"), *(_size(score.get(key)) for key in ("long", "short"))]
         wanted = _entries(entry).get("from")
         with suppress(ValueError):  # the dataset's class rejects an unknown mix

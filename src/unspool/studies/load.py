@@ -22,8 +22,9 @@ from unspool.recipe.paths import bundled_recipes, bundled_studies
 from unspool.recipe.schema import FOLDER_NAME
 from unspool.recipe.yaml_lines import Marks, Place, Problem, read_yaml
 from unspool.studies.arm_scores import Measure, chosen_names, compare_problems, find_measures, measures_of
+from unspool.studies.merged_arms import BASE, merged_recipe
 from unspool.studies.paper_numbers import Paper, paper_problems, read_paper
-from unspool.studies.schema import DEFAULT_SEEDS, MAX_RUNS, Margin, study_problems, unknown_arm
+from unspool.studies.schema import DEFAULT_SEEDS, MAX_RUNS, Margin, Merge, study_problems, unknown_arm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +35,7 @@ class ArmSpec:
     seeds: list[int] | None = None
     stage: str | None = None
     against: list[str] | None = None
+    merge: Merge | None = None
 
 
 def expand(data: Mapping[str, Any]) -> tuple[list[ArmSpec], list[Problem]]:
@@ -51,7 +53,7 @@ def expand(data: Mapping[str, Any]) -> tuple[list[ArmSpec], list[Problem]]:
             problems.append(Problem(place=("grid",), text=text))
         else:
             specs.append(spec)
-    num_runs = sum(len(spec.seeds or data.get("seeds") or DEFAULT_SEEDS) for spec in specs)
+    num_runs = sum(len(_seeds(spec, data)) for spec in specs)
     if num_runs > MAX_RUNS:
         text = f"makes {num_runs:,} runs; the limit is {MAX_RUNS:,}."
         problems.append(Problem(place=("grid",), text=text))
@@ -77,14 +79,21 @@ def _spec(arm: str, given: Mapping[str, Any], point: Mapping[str, tuple[str, Any
     sets: dict[str, tuple[Any, Place]] = {
         key: (value, ("arms", arm, "set", key)) for key, value in (given.get("set") or {}).items()
     }
+    suffix = [name for name, _, _ in point.values()]
+    merge = Merge.model_validate(given["merge"]) if given.get("merge") else None
     return ArmSpec(
-        name="-".join(part for part in (arm, *(name for name, _, _ in point.values())) if part),
+        name=_joined(arm, suffix),
         place=("arms", arm) if arm else ("grid",),
         sets=sets | {key: (value, place) for key, (_, value, place) in point.items()},
         seeds=given.get("seeds"),
         stage=given.get("stage"),
         against=[against] if isinstance(against, str) else against,
+        merge=merge and merge.model_copy(update={"arm": _joined(merge.arm, suffix)}),
     )
+
+
+def _joined(arm: str, values: Sequence[str]) -> str:
+    return "-".join(part for part in (arm, *values) if part)
 
 
 def _name_problems(data: Mapping[str, Any], specs: list[ArmSpec]) -> list[Problem]:
@@ -115,6 +124,7 @@ class StudyRun:
     seed: int
     stage: str  # the stage with the compared scores
     loaded: LoadedRecipe
+    merge: Merge | None = None  # an arm that is not trained
 
     @property
     def name(self) -> str:
@@ -161,7 +171,7 @@ def load_study(path_or_name: str | Path, *, overrides: Overrides = None, out: Pa
     recipe = _recipe(str(data["recipe"]), root, marks)
     runs: list[StudyRun] = []
     errors: list[str] = []
-    for spec in specs:
+    for spec in (spec for spec in specs if spec.merge is None):
         try:
             runs += _runs_of(spec, data, recipe, folder, marks, changes)
         except ConfigError as error:
@@ -169,6 +179,7 @@ def load_study(path_or_name: str | Path, *, overrides: Overrides = None, out: Pa
             errors += [line for line in str(error).splitlines() if _bare(line) not in {_bare(one) for one in errors}]
     if errors:
         raise ConfigError("\n".join(errors))
+    runs = _with_merged(specs, runs, data, folder, marks)
     measures = measures_of([run.loaded.recipe for run in runs])
     if any(text.startswith("evals") for text in changes):
         # Other evals than those that the study was written for: what they do not measure cannot rank the arms.
@@ -220,7 +231,7 @@ def _runs_of(
     texts: dict[str, Place] = {f"{path}={_spell(value)}": ("set", path) for path, value in common.items()}
     texts |= {f"{path}={_spell(value)}": place for path, (value, place) in spec.sets.items()}
     runs = []
-    for seed in spec.seeds or data.get("seeds") or DEFAULT_SEEDS:
+    for seed in _seeds(spec, data):
         name = f"{spec.name}-s{seed}"
         own = [f"name={name}", f"seed={seed}", f"out={_spell(str(folder / name))}"]
         try:
@@ -229,6 +240,32 @@ def _runs_of(
             raise ConfigError("\n".join(_placed(error, spec, texts, overrides, marks))) from None
         runs.append(StudyRun(arm=spec.name, seed=seed, stage=_stage(spec, loaded, marks), loaded=loaded))
     return runs
+
+
+def _with_merged(
+    specs: list[ArmSpec], trained: list[StudyRun], data: dict[str, Any], folder: Path, marks: Marks
+) -> list[StudyRun]:
+    """Add the runs of arms that average trained weights; return all runs in the order of the arms."""
+    by_name = {run.name: run for run in trained}
+    runs: list[StudyRun] = []
+    for spec in specs:
+        if spec.merge is None:
+            runs += [run for run in trained if run.arm == spec.name]
+            continue
+        for seed in _seeds(spec, data):
+            source = by_name.get(f"{spec.merge.arm}-s{seed}")
+            if source is None:
+                raise ConfigError(
+                    f"{marks.where((*spec.place, 'merge'))}: arm {spec.name}: arm {spec.merge.arm} has no run with "
+                    f"seed {seed}; add the seed there, or set seeds here."
+                )
+            loaded = merged_recipe(source.loaded, source.stage, name=f"{spec.name}-s{seed}", folder=folder)
+            runs.append(StudyRun(arm=spec.name, seed=seed, stage=BASE, loaded=loaded, merge=spec.merge))
+    return runs
+
+
+def _seeds(spec: ArmSpec, data: Mapping[str, Any]) -> list[int]:
+    return spec.seeds or data.get("seeds") or DEFAULT_SEEDS
 
 
 def _placed(

@@ -20,7 +20,7 @@ import yaml
 
 from unspool.core.artifacts import digest_once, read_manifest, write_atomic
 from unspool.core.errors import ConfigError, DataError, UnspoolError
-from unspool.evals.run import SAMPLES
+from unspool.evals.run import SAMPLES, SUMMARY
 from unspool.models.location import ASSET_PREFIX
 from unspool.recipe.json_schema import value_at
 from unspool.recipe.load import LoadedRecipe, load_recipe
@@ -31,6 +31,8 @@ from unspool.studies.shared_work import path_places
 RECIPE, FACTS, LOG = "recipe.yaml", "run.json", "log.jsonl.gz"
 BASE = "base"
 RUN_NAME = re.compile(r"(.+?)(?:-s(\d+))?")
+# Excerpts and choices that model, recipe and seed give again.
+NOT_KEPT = ("prompt", "key_positions")
 LOGS = re.compile(r"(log|metrics)\.jsonl(\.gz)?")
 Sample = dict[str, Any]
 
@@ -42,7 +44,8 @@ def collect(folder: Path, out: Path) -> list[str]:
     """Copy the results of all runs in a folder; return the names of the written runs.
 
     The base model's scores become the arm `base`. The last stage of a run has the run's name; an earlier stage that was
-    scored has its own name after a dot. Runs that are already in `out` are replaced.
+    scored has its own name after a dot. Scores of `unspool eval --out FOLDER/ANY/NAME` are added to the run NAME. Runs
+    that are already in `out` are replaced.
     """
     runs = [path.parent for path in sorted([*folder.glob(RECIPE), *folder.glob(f"*/{RECIPE}")])]
     written: list[str] = []
@@ -54,7 +57,7 @@ def collect(folder: Path, out: Path) -> list[str]:
             if read_manifest(scores) is not None:
                 title = _title(run, loaded, name, alone=run == folder)
                 if title not in written:  # the base model is scored once per seed
-                    _write_run(run, loaded, name, out / title)
+                    _write_run(run, loaded, name, out / title, later=_later_scores(folder, title))
                     written.append(title)
     if not written:
         raise ConfigError(f"{folder}: no scores found; name the folder of a study or of a run whose recipe has evals.")
@@ -63,23 +66,39 @@ def collect(folder: Path, out: Path) -> list[str]:
 
 def _title(run: Path, loaded: LoadedRecipe, stage: str, *, alone: bool) -> str:
     seed = loaded.recipe.seed
+    if not loaded.recipe.stages and run.name.endswith(f"-s{seed}") and not alone:
+        return run.name  # an arm of merged weights, whose model is the base of its run
     if stage == BASE or alone:
         return f"{stage}-s{seed}"
     arm = run.name.removesuffix(f"-s{seed}")
     return f"{arm}-s{seed}" if stage == loaded.recipe.stages[-1].name else f"{arm}.{stage}-s{seed}"
 
 
-def _write_run(run: Path, loaded: LoadedRecipe, stage: str, out: Path) -> None:
-    scores = run / "scores" / stage
+def _later_scores(folder: Path, run: str) -> list[Path]:
+    """Find scores of a run that `unspool eval` wrote next to the runs, such as longppl/abf-s0."""
+    return [path.parent for path in sorted(folder.glob(f"*/{run}/{SUMMARY}"))]
+
+
+def _samples(scores: Path) -> Iterator[Sample]:
+    """Yield the lines that are kept of a scores folder; short tasks alone have no lines but cells in the summary."""
+    if not (scores / SAMPLES).is_file():
+        cells = json.loads((scores / SUMMARY).read_text(encoding="utf-8"))["cells"]
+        yield {"suite": "short", "task": None, "length": 0, "cells": cells}
+        return
     prompts = {key: answer.prompt for part in (read_answers(scores) or {}).values() for key, answer in part.items()}
-    by_suite: dict[str, list[Sample]] = {}
     for sample in _lines(scores / SAMPLES):
         # Questions on one context are one prompt; its name is needed only where it is not the question's own.
         question = sample.get("hash", "")  # short tasks have no questions
         prompt = prompts.get(question, "").partition(" ")[2]
         own = {} if prompt in ("", question) else {"context": prompt}
-        kept = {key: value for key, value in sample.items() if key != "prompt"}  # an excerpt; seeds give all prompts
-        by_suite.setdefault(sample["suite"], []).append(kept | own)
+        yield {key: value for key, value in sample.items() if key not in NOT_KEPT} | own
+
+
+def _write_run(run: Path, loaded: LoadedRecipe, stage: str, out: Path, *, later: Sequence[Path]) -> None:
+    by_suite: dict[str, list[Sample]] = {}
+    for scores in (run / "scores" / stage, *later):
+        for sample in _samples(scores):
+            by_suite.setdefault(sample["suite"], []).append(sample)
     out.mkdir(parents=True, exist_ok=True)
     for path in out.glob("*.jsonl.gz"):
         path.unlink()
@@ -93,7 +112,9 @@ def _write_run(run: Path, loaded: LoadedRecipe, stage: str, out: Path) -> None:
     if log:
         _write_lines(out / LOG, log)
     write_atomic(out / RECIPE, _recipe_text(loaded))
-    write_atomic(out / FACTS, json.dumps(_facts(run, loaded, stage), indent=1) + "\n")
+    suites = sorted({sample["suite"] for scores in later for sample in _samples(scores)})
+    facts = _facts(run, loaded, stage) | ({"scored_later": suites} if suites else {})
+    write_atomic(out / FACTS, json.dumps(facts, indent=1) + "\n")
 
 
 def _stages(loaded: LoadedRecipe, last: str) -> list[str]:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from unspool.core.config import Config, did_you_mean
 from unspool.recipe.json_schema import unknown_key
@@ -31,6 +31,8 @@ ARM_KEYS = {
     "seeds": "Seeds of this arm. Default: the study's `seeds`.",
     "stage": "Stage whose scores count for this arm. Default: the last stage.",
     "against": "Arm, or list of arms, to compare this arm with instead of the baseline.",
+    "merge": "Instead of training, average the weights of a trained arm with those of the recipe's model: "
+    "`{arm: abf, weight: 0.9}` is 0.9 × abf + 0.1 × model.",
 }
 # Keys of a recipe that the study sets for each run.
 OWN = {"name": "the study names each run", "seed": "use seeds", "out": "use the study's out"}
@@ -42,6 +44,13 @@ class Margin(Config):
 
     score: float = Field(0.05, gt=0, le=1, description="Largest difference of scores that counts as equal.")
     loss: float = Field(0.02, gt=0, description="Largest difference of losses that counts as equal, in nats per token.")
+
+
+class Merge(Config):
+    """Weights of an arm that is not trained: an average of a trained arm's and those of the recipe's model."""
+
+    arm: str = Field(min_length=1, description="Arm whose trained weights are averaged, under the same seed.")
+    weight: float = Field(0.9, ge=0, le=1, description="Share of the trained weights; the recipe's model has the rest.")
 
 
 def study_problems(data: Mapping[str, Any]) -> Iterator[Problem]:
@@ -97,10 +106,32 @@ def _arm_problems(data: Mapping[str, Any]) -> Iterator[Problem]:
         yield from _seed_problems(arm.get("seeds"), (*place, "seeds"))
         if arm.get("stage") is not None and not isinstance(arm["stage"], str):
             yield Problem(place=(*place, "stage"), text="must be the name of a stage.", show_value=True)
+        yield from _merge_problems(arm, place, arms)
         against = arm.get("against")
         names = [against] if isinstance(against, str) else against
         if names is not None and not (isinstance(names, list) and all(isinstance(one, str) for one in names)):
             yield Problem(place=(*place, "against"), text="must be an arm or a list of arms.", show_value=True)
+
+
+def _merge_problems(arm: Mapping[str, Any], place: Place, arms: Mapping[str, Any]) -> Iterator[Problem]:
+    given = arm.get("merge")
+    if given is None:
+        return
+    place = (*place, "merge")
+    try:
+        merge = Merge.model_validate(given)
+    except ValidationError:
+        text = "must be {arm: NAME, weight: SHARE} with a share from 0 to 1, such as {arm: abf, weight: 0.9}."
+        yield Problem(place=place, text=text, show_value=True)
+        return
+    extra = [key for key in ("set", "stage") if arm.get(key) is not None]
+    if extra:
+        text = f"an arm with merge is not trained, so it cannot have {extra[0]!r}; change arm {merge.arm} instead."
+        yield Problem(place=place, text=text)
+    if merge.arm not in arms:
+        yield Problem(place=place, text=unknown_arm(merge.arm, list(arms)))
+    elif isinstance(arms[merge.arm], dict) and arms[merge.arm].get("merge") is not None:
+        yield Problem(place=place, text=f"arm {merge.arm} is not trained either; name a trained arm.")
 
 
 def _set_problems(sets: Any, place: Place) -> Iterator[Problem]:

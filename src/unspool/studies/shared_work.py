@@ -18,7 +18,7 @@ from unspool.core.lock import LOCK, wait_for_lock
 from unspool.models.config import NewModel
 from unspool.models.location import ASSET_PREFIX, expand_home, path_exists
 from unspool.recipe.context import RunContext, Share
-from unspool.recipe.document_scorer import SCORES
+from unspool.recipe.document_scorer import SCORES, scorer_ref
 from unspool.recipe.json_schema import value_at
 from unspool.recipe.load import EVAL_PATHS, LoadedRecipe, load_recipe
 from unspool.recipe.run import BASE
@@ -140,7 +140,7 @@ def shared_folders(loaded: LoadedRecipe) -> dict[str, str]:
     folders |= {f"datasets/{name}": dataset_key(loaded, name) for name in recipe.datasets}
     for config in recipe.datasets.values():
         if config.score is not None:
-            by = [located(loaded, config.score.model), config.score.scoring(), recipe.device]
+            by = [located(loaded, scorer_ref(config.score, recipe)), config.score.scoring(), recipe.device]
             for name in config.score.scored_sources(config):
                 folders[f"{SCORES}/{name}"] = digest([corpus_key(loaded, name), *by])[:16]
     scores = base_scores_key(loaded)

@@ -4,15 +4,19 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from unspool.core.lock import lock_run, wait_for_lock
 from unspool.core.result import Result
 from unspool.recipe.load import Overrides
-from unspool.studies.load import check_study_inputs, load_study, pick_runs
+from unspool.studies.load import Study, StudyRun, check_study_inputs, load_study, pick_runs
+from unspool.studies.merged_arms import check_sources, merge_weights
 from unspool.studies.study_tables import measures_table, plan_summary, ranking_table, runs_table, shared_table
+
+if TYPE_CHECKING:
+    from unspool.studies.run import RunState
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,24 +117,39 @@ def study(
     loaded = load_study(study, overrides=overrides, out=None if out is None else Path(out))
     chosen = pick_runs(loaded, only)
     # Import late, so that errors in the study file appear immediately: this loads torch.
-    from unspool.studies.run import is_done, run_study, states
+    from unspool.studies.run import is_done, states
 
     if not report_only:
         from unspool.models.extend import pick_device
 
         waiting = [run for run in chosen if not is_done(loaded, run)]
-        check_study_inputs(waiting)
+        check_sources(loaded, waiting)
+        check_study_inputs([run for run in waiting if run.merge is None])
         for run in waiting:
             pick_device(run.loaded.recipe.device)
     from unspool.studies.study_report import publish_study
 
     # Several processes may share the arms of a study by `only`.
     with nullcontext() if report_only else lock_run(loaded.out, shared=bool(only)):
-        found = states(loaded) if report_only else run_study(loaded, chosen)
+        found = states(loaded) if report_only else _run(loaded, chosen)
         with wait_for_lock(loaded.out / ".report.lock"):
             result = publish_study(loaded, found, checked=not report_only)
     failed = tuple(one.run.name for one in found if one.run in chosen and one.state == "failed")
     return StudyResult(folder=loaded.out, result=result, failed=failed)
+
+
+def _run(study: Study, chosen: Sequence[StudyRun]) -> "list[RunState]":
+    """Run the trained arms, then the arms that average their weights; return the state of every run."""
+    from unspool.studies.run import run_study
+
+    found = run_study(study, [run for run in chosen if run.merge is None])
+    averages = [run for run in chosen if run.merge is not None]
+    if not averages:
+        return found
+    merged = [run for run in averages if merge_weights(study, run)]
+    check_study_inputs(merged)
+    later = run_study(study, merged)
+    return [one if one.state == "running elsewhere" else other for one, other in zip(found, later, strict=True)]
 
 
 def plan_study(

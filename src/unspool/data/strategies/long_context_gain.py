@@ -42,10 +42,11 @@ class LongContextGain(StrategyConfig):
         description="How documents are scored. `long_context_gain` is the mean of p · (short loss − long loss) over a "
         "document's tokens. The losses are with short and long context, and p is the probability with long context.",
     )
-    model: str = Field(
+    model: str | None = Field(
+        default=None,
         min_length=1,
         description="Folder or Hub id of the model that scores. A small one is enough; it needs the vocabulary of the "
-        "recipe's model.",
+        "recipe's model. Default: the recipe's model, before training.",
     )
     long: Size = Field(
         default=32 << 10, description="Long context, in tokens. At most the context length of the model that scores."
