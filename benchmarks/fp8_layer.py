@@ -2,7 +2,7 @@
 
     python benchmarks/fp8_layer.py [--tokens 64K 8K] [--save]
 
-bf16: `F.linear`, as in training. FP8: `fp8_products.py`, one scale per operand from its own largest value; products
+bf16: `F.linear`, as in training. FP8: `fp8_model.py`, one scale per operand from its own largest value; products
 with the same input are one product. E5M2 gradients have more range and fewer digits. "casts" is the part of FP8's time
 in which nothing is multiplied, "maxima" the part of the casts in which largest values are found. Errors are relative
 to bf16 on random data, so they say nothing about training. The shape is that of Llama-3-8B. FP8 is not part of the
@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from fp8_products import E4M3, E5M2, Cast, largest_value, products
+from fp8_model import JoinedProducts
+from fp8_products import E4M3, E5M2, Cast, largest_value
 from gpu import machine, milliseconds, require_gpu, save
 from torch import Tensor
 
@@ -39,7 +40,12 @@ def plain(hidden: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
     return tuple(F.linear(hidden, weight) for weight in weights)
 
 
-WAYS: dict[str, Way] = {"bf16": plain, "fp8": products, "fp8-e5m2": partial(products, grad_dtype=E5M2)}
+def fp8(hidden: Tensor, *weights: Tensor, grad_dtype: torch.dtype = E4M3) -> tuple[Tensor, ...]:
+    found: tuple[Tensor, ...] = JoinedProducts.apply(hidden, grad_dtype, False, *weights)  # type: ignore[no-untyped-call]
+    return found
+
+
+WAYS: dict[str, Way] = {"bf16": plain, "fp8": fp8, "fp8-e5m2": partial(fp8, grad_dtype=E5M2)}
 
 
 def main() -> None:

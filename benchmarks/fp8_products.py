@@ -1,16 +1,13 @@
-"""Matrix products in FP8 that share their input, forward and backward, as one autograd function.
+"""Operands of matrix products in FP8.
 
 Every operand gets one scale, from its own largest value. Three products of a linear layer need both layouts of each
 operand, because FP8 units multiply rows by rows: the forward pass reads the input and the weight by rows, the input's
 gradient reads the weight by columns, and the weight's gradient reads the input and the output's gradient by columns.
-Weights of products with one input are cast into one matrix, so that they are one product. On a CPU, torch casts.
+Several matrices are cast into one, so that products with the same input are one product. On a CPU, torch casts.
 """
-
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 MULTIPLE = 16  # of every dimension
@@ -19,7 +16,8 @@ MULTIPLE = 16  # of every dimension
 class Cast:
     """Matrices with the same number of columns (or rows, if `side_by_side`) as one FP8 matrix.
 
-    `rows` is the matrix, `columns` its transpose, each contiguous; one of them may be None.
+    `rows` is the matrix, `columns` its transpose, each contiguous; one of them may be None. A layout that is not
+    written has its shape and arbitrary values.
     """
 
     def __init__(
@@ -31,6 +29,8 @@ class Cast:
         columns: bool = True,
         side_by_side: bool = False,
         amax: Tensor | None = None,
+        write_rows: bool = True,
+        write_columns: bool = True,
     ) -> None:
         limit = torch.finfo(dtype).max
         self.amax = largest_value(matrices) if amax is None else amax
@@ -43,9 +43,13 @@ class Cast:
         first = 0
         for matrix, size in zip(matrices, joined, strict=True):
             part = slice(first, first + size)
-            by_rows = None if self.rows is None else self.rows[:, part] if side_by_side else self.rows[part]
-            by_columns = None if self.columns is None else self.columns[part] if side_by_side else self.columns[:, part]
-            _cast(matrix, self.amax, by_rows, by_columns, limit)
+            by_rows = by_columns = None
+            if self.rows is not None and write_rows:
+                by_rows = self.rows[:, part] if side_by_side else self.rows[part]
+            if self.columns is not None and write_columns:
+                by_columns = self.columns[part] if side_by_side else self.columns[:, part]
+            if by_rows is not None or by_columns is not None:
+                _cast(matrix, self.amax, by_rows, by_columns, limit)
             first += size
 
 
@@ -74,48 +78,15 @@ def _cast(matrix: Tensor, amax: Tensor, rows: Tensor | None, columns: Tensor | N
             out.copy_(source)
 
 
-def multiply(left: Tensor, left_scale: Tensor, right: Tensor, right_scale: Tensor, *, fast: bool) -> Tensor:
-    """Return left × rightᵀ in bf16; both are FP8 and contiguous by rows."""
+def multiply(
+    left: Tensor, left_scale: Tensor, right: Tensor, right_scale: Tensor, *, dtype: torch.dtype, fast: bool
+) -> Tensor:
+    """Return left × rightᵀ; both are FP8 and contiguous by rows."""
     return torch._scaled_mm(
         left,
         right.t(),
         left_scale.reshape(()),
         right_scale.reshape(()),
-        out_dtype=torch.bfloat16,
+        out_dtype=dtype,
         use_fast_accum=fast and left.is_cuda,
     )
-
-
-class Products(torch.autograd.Function):
-    """`hidden` times each of `weights`, [out, in], in FP8."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, grad_dtype: torch.dtype, *weights: Tensor) -> tuple[Tensor, ...]:
-        flat = hidden.reshape(-1, hidden.shape[-1])
-        given = Cast((flat,))
-        weight = Cast(weights, columns=False)
-        ctx.save_for_backward(given.columns, given.scale, weight.amax, *weights)
-        ctx.shape, ctx.grad_dtype = hidden.shape, grad_dtype
-        out = multiply(given.rows, given.scale, weight.rows, weight.scale, fast=True)
-        sizes = [len(each) for each in weights]
-        return tuple(part.reshape(*hidden.shape[:-1], -1) for part in out.split(sizes, dim=1))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        columns, scale, weight_amax, *weights = ctx.saved_tensors
-        flat = tuple(grad.reshape(-1, grad.shape[-1]) for grad in grads)
-        grad = Cast(flat, ctx.grad_dtype, side_by_side=True)
-        weight = Cast(tuple(weights), rows=False, amax=weight_amax)
-        to_hidden = multiply(grad.rows, grad.scale, weight.columns, weight.scale, fast=False)
-        to_weights = multiply(grad.columns, grad.scale, columns, scale, fast=False)
-        parts = to_weights.split([len(each) for each in weights])
-        return to_hidden.reshape(ctx.shape), None, *parts
-
-
-def products(hidden: Tensor, *weights: Tensor, grad_dtype: torch.dtype = E4M3) -> tuple[Tensor, ...]:
-    for name, size in (("tokens", hidden.shape[:-1].numel()), *(("outputs", len(weight)) for weight in weights)):
-        if size % MULTIPLE:
-            raise ValueError(f"FP8 products need a multiple of {MULTIPLE} {name}, not {size}.")
-    found: tuple[Tensor, ...] = Products.apply(hidden, grad_dtype, *weights)  # type: ignore[no-untyped-call]
-    return found

@@ -10,6 +10,7 @@
 - loop: optimizer steps of the same stage on the same rows, and nothing else. Goal: the product reaches 97% of it.
 - peer: Liger's kernels, SDPA, gradient checkpointing (8B), torch's fused AdamW in bf16. It has no document mask, so
   ProLong's mix (five rows of one document to three of short ones) takes it as long as 64K.
+- fp8, if asked for: the loop with `fp8_model.py`, an experiment.
 - 8B at 64K and ProLong's mix differ only in their rows, so both are measured in one run.
 
 Ours has bf16 weights with stochastic rounding and 8-bit moments at 8B (Llama-3's shape) and fp32 masters at 135M
@@ -31,7 +32,7 @@ from typing import Any
 from cases import CASES, Case, tokens_per_second
 from processes import in_own_process
 
-COLUMNS = ("product", "loop", "peer")
+COLUMNS = ("product", "loop", "peer", "fp8")
 RESULTS = Path(__file__).parent / "results" / "train.json"
 LOOP_GOAL = 0.97  # of the loop's rate
 LEAST_SECONDS = 20.0  # with less left, no column is started
@@ -41,7 +42,7 @@ NO_GPU = 2
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--columns", nargs="+", choices=COLUMNS, default=list(COLUMNS))
+    parser.add_argument("--columns", nargs="+", choices=COLUMNS, default=list(COLUMNS[:3]))
     parser.add_argument("--budget", type=float, default=float("inf"), metavar="SECONDS", help="stop after this time")
     parser.add_argument("--rounds", type=int, default=1, help="how often to measure everything")
     parser.add_argument("--layers", type=int, help="fewer layers of the 8B shape, in every column")
@@ -139,10 +140,12 @@ def add_column(case: dict[str, Any], column: str, found: dict[str, Any]) -> None
 
 
 def ratios(columns: dict[str, Any], peer: dict[str, Any]) -> dict[str, float]:
-    """Ratios of the product's rate to those of the other columns."""
+    """Ratios of the product's rate to those of the other columns, and of FP8's to that of the loop."""
     product = columns.get("product", {}).get("tokens_per_second")
     rates = {name: side.get("tokens_per_second") for name, side in (("loop", columns.get("loop", {})), ("peer", peer))}
-    return {f"product_to_{name}": round(product / rate, 4) for name, rate in rates.items() if product and rate}
+    found = {f"product_to_{name}": round(product / rate, 4) for name, rate in rates.items() if product and rate}
+    fp8 = columns.get("fp8", {}).get("tokens_per_second")
+    return found | ({"fp8_to_loop": round(fp8 / rates["loop"], 4)} if fp8 and rates["loop"] else {})
 
 
 def peer_of(case: str, results: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -179,6 +182,11 @@ def table(results: dict[str, dict[str, Any]]) -> str:
         goal = "" if to_loop is None or to_loop >= LOOP_GOAL else f" (goal {LOOP_GOAL})"
         shown = ["–" if ratio is None else f"{ratio:.3f}" for ratio in (to_loop, to_peer)]
         lines.append(f"| {case} | {rates[0]} | {rates[1]} | {shown[0]}{goal} | {_rate(peer)} | {shown[1]} |")
+    lines += [
+        f"{case} in FP8: {_rate(columns['fp8'])}, {ratios(columns, {}).get('fp8_to_loop', '–')} of its loop"
+        for case, columns in results.items()
+        if "fp8" in columns
+    ]
     return "\n".join(lines)
 
 

@@ -1,4 +1,4 @@
-"""The columns of train.py, each in its own process: the product, its bare loop, and the peer.
+"""The columns of train.py, each in its own process: the product, its bare loop (also in FP8), and the peer.
 
 A column prints its measurements as a line of JSON after every step, so that a column stopped early still counts.
 """
@@ -12,12 +12,14 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from cases import CASES, PLANNED, Case, plan_steps, tokens_per_second, write_model_files, write_recipe
+from fp8_model import use_fp8
 from gpu import machine, require_gpu
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -186,7 +188,7 @@ def logged_facts(work: Path) -> dict[str, Any]:
 # The bare loop
 
 
-def loop(case: Case, folder: Path, *, profile: bool) -> None:
+def loop(case: Case, folder: Path, *, profile: bool, fp8: bool = False) -> None:
     """Run optimizer steps on the product's rows, without loader, metrics, log or checkpoint."""
     loaded = load_recipe(write_case(case, folder))
     context = prepare.open_data_run(loaded)
@@ -198,6 +200,8 @@ def loop(case: Case, folder: Path, *, profile: bool) -> None:
     apply_rope(model, stage.rope, stage.context_length)
     if stage.compile:
         fuse_parts(model)
+    if fp8:
+        use_fp8(model)
     apply_memory(model, stage.memory)
     updater = build_updater(stage, model, seed=loaded.recipe.seed)
     model.train()
@@ -334,7 +338,7 @@ def _kind_of(kernel: str) -> str:
     return next((kind for kind, words in KINDS.items() if any(word in kernel for word in words)), "all else")
 
 
-COLUMNS = {"product": product, "loop": loop, "peer": peer}
+COLUMNS = {"product": product, "loop": loop, "fp8": partial(loop, fp8=True), "peer": peer}
 
 
 def main() -> None:
