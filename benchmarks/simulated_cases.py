@@ -1,15 +1,17 @@
 """The cases of simulated_ranks.py: their recipes, what `unspool plan` chooses and predicts, and the comparison."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from cases import LLAMA_8B, SMALL_SHAPE, SMALL_UNIT, Case, write_model_files
-from train_columns import write_case
+from train_columns import STAGE_STEPS, write_case
 
-from unspool.planning.cost import GIB, Sent, sent
-from unspool.planning.fit import Estimate
+from unspool.planning.cost import GIB, Links, Sent, sent
+from unspool.planning.fit import Case as PlanInputs
+from unspool.planning.fit import Estimate, estimate
 from unspool.planning.footprint import PARTS
 from unspool.planning.make_plan import plan
 from unspool.planning.origins import plain_links
@@ -26,7 +28,6 @@ LLAMA_70B = {
 }
 PLANNED_BATCH = 4 << 20  # tokens of the step for which `plan` chooses the layout, as in ProLong
 HOST = "1T"  # of a machine of eight GPUs
-UNLIMITED = 1e9  # GB/s
 SETTINGS = {"optimizer": {"weights": "fp32", "states": "8bit"}, "compile": True, "lr": 2e-5}
 SMALL_HEADS = {"num_attention_heads": 16, "num_key_value_heads": 8}
 # Which field of `Sent` a collective belongs to. Sums of single numbers are too small to count.
@@ -99,20 +100,11 @@ class Prediction:
     """What `plan` says of one micro-batch per rank, in the layout that it chose for a whole batch."""
 
     simulation: Simulation
-    recipe: Path
-    planned: Plan
-    chosen: Estimate  # for PLANNED_BATCH
-    without_links: Estimate  # the same micro-batch if links were infinitely fast
-
-    @property
-    def estimate(self) -> Estimate:
-        found = self.planned.stages[0].written
-        assert found is not None, "the chosen layout divides the ranks"
-        return found
-
-    @property
-    def compute_seconds(self) -> float:
-        return self.without_links.seconds.step
+    recipe: Path  # of the micro-batch
+    planned: Plan  # of a whole batch
+    chosen: Estimate
+    estimate: Estimate  # of the micro-batch
+    compute_seconds: float  # of the micro-batch, if links were infinitely fast
 
     @property
     def sent_bytes(self) -> Sent:
@@ -133,14 +125,14 @@ class Prediction:
         )
 
     def as_plain(self) -> dict[str, Any]:
-        estimate, world = self.estimate, self.simulation.world
-        stage, held = estimate.stage, estimate.footprint
+        own, world = self.estimate, self.simulation.world
+        stage, held = own.stage, own.footprint
         memory = {name: value for name, value in asdict(stage.memory).items() if value not in (None, False, 0)}
         return {
             "ranks": world,
             "length": stage.context_length,
             "layers": self.planned.model.shape.num_layers,
-            "layout": asdict(estimate.layout),
+            "layout": asdict(own.layout),
             "settings": memory | {"compile": stage.compile},
             "links": plain_links(self.planned.machine),
             "flops_per_token": self.planned.stages[0].flops_per_token,
@@ -149,7 +141,7 @@ class Prediction:
                 "moment": held.moment,
                 "parts_gib": {part: round(getattr(held, part) / GIB, 2) for part in PARTS},
                 "compute_seconds": round(self.compute_seconds, 4),
-                "step_seconds": round(estimate.seconds.step, 4),
+                "step_seconds": round(own.seconds.step, 4),
                 "sent_bytes": {name: round(value) for name, value in asdict(self.sent_bytes).items()},
             },
             "plan_of_batch": {
@@ -165,30 +157,42 @@ def predict(
     simulation: Simulation, folder: Path, *, small: bool, link: float | None = None, network: float | None = None
 ) -> Prediction:
     """Let `plan` choose layout and memory settings, and predict one micro-batch per rank with them."""
-
-    def planned(case: Case, name: str) -> Plan:
-        write_model_files(case, folder / name / "model", context=case.length // 8)
-        found = plan(write_case(case, folder / name), gpu="h200", count=simulation.world, host_mem=HOST)
-        return found.on_links(inside=link, between=network)
-
     rows = simulation.world if small else max(1, PLANNED_BATCH // simulation.length)
     layout = {"parallel": dict(simulation.small_layout)} if small else {}
-    stage = planned(simulation.case(rows=rows, small=small, **layout), "choice").stages[0]
+    case = simulation.case(rows=rows, small=small, **layout)
+    write_model_files(case, folder / "model")
+    planned = plan(write_case(case, folder), gpu="h200", count=simulation.world, host_mem=HOST)
+    if link is not None or network is not None:
+        planned = planned.on_links(inside=link, between=network)
+    [stage] = planned.stages
     if stage.chosen is None:
         raise SystemExit(f"{folder.name}: plan finds no settings that fit ({stage.problem}).")
-    keys = {"parallel", "optimizer", *vars(stage.chosen.stage.memory)}
-    settings = stage.chosen.stage.model_dump(mode="json", include=keys)
-    own = planned(simulation.case(rows=stage.chosen.layout.data_ranks, small=small, **settings), "rank")
-    without_links = own.on_links(inside=UNLIMITED, between=UNLIMITED).stages[0].written
-    assert without_links is not None
+    chosen = stage.chosen.stage
+    tokens = stage.chosen.layout.data_ranks * chosen.context_length
+    own = chosen.model_copy(update={"batch_tokens": tokens, "tokens": STAGE_STEPS * tokens})
+    keys = {"parallel", "optimizer", *vars(chosen.memory)}
+    settings = chosen.model_dump(mode="json", include=keys)
+    recipe = write_case(
+        simulation.case(rows=stage.chosen.layout.data_ranks, small=small, **settings), folder / "micro-batch"
+    )
+    machine = planned.machine
+    inputs = PlanInputs(
+        loaded=planned.loaded,
+        values=planned.model.values,
+        shape=planned.model.shape,
+        docs=planned.data.documents[chosen.name],
+        speed=machine.speed,
+        machine=machine,
+    )
+    unlimited = replace(machine.speed, links=Links(inside=math.inf, between=math.inf))
     return Prediction(
         simulation=simulation,
-        recipe=folder / "rank" / "run.yaml",
-        planned=own,
+        recipe=recipe,
+        planned=planned,
         chosen=stage.chosen,
-        without_links=without_links,
+        estimate=estimate(inputs, own),
+        compute_seconds=estimate(replace(inputs, speed=unlimited), own).seconds.step,
     )
-
 
 
 def compare(prediction: Prediction, rank: Mapping[str, Any]) -> dict[str, Any]:
