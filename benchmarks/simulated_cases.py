@@ -26,6 +26,7 @@ LLAMA_70B = {
     "num_attention_heads": 64,
     "num_key_value_heads": 8,
 }
+GPUS = (8, 64, 512)
 PLANNED_BATCH = 4 << 20  # tokens of the step for which `plan` chooses the layout, as in ProLong
 HOST = "1T"  # of a machine of eight GPUs
 SETTINGS = {"optimizer": {"weights": "fp32", "states": "8bit"}, "compile": True, "lr": 2e-5}
@@ -153,15 +154,20 @@ class Prediction:
         }
 
 
-def predict(
-    simulation: Simulation, folder: Path, *, small: bool, link: float | None = None, network: float | None = None
-) -> Prediction:
-    """Let `plan` choose layout and memory settings, and predict one micro-batch per rank with them."""
+def plan_of(simulation: Simulation, folder: Path, *, small: bool = False) -> Plan:
+    """Let `plan` choose layout and memory settings for a step of PLANNED_BATCH tokens."""
     rows = simulation.world if small else max(1, PLANNED_BATCH // simulation.length)
     layout = {"parallel": dict(simulation.small_layout)} if small else {}
     case = simulation.case(rows=rows, small=small, **layout)
     write_model_files(case, folder / "model")
-    planned = plan(write_case(case, folder), gpu="h200", count=simulation.world, host_mem=HOST)
+    return plan(write_case(case, folder), gpu="h200", count=simulation.world, host_mem=HOST)
+
+
+def predict(
+    simulation: Simulation, folder: Path, *, small: bool, link: float | None = None, network: float | None = None
+) -> Prediction:
+    """Predict one micro-batch per rank in the layout and with the memory settings that `plan` chooses."""
+    planned = plan_of(simulation, folder, small=small)
     if link is not None or network is not None:
         planned = planned.on_links(inside=link, between=network)
     [stage] = planned.stages

@@ -197,9 +197,9 @@ def test_a_gpu_in_this_machine_is_found_by_its_name(mini, monkeypatch):
 
 
 def test_links_are_given_in_gigabytes_per_second():
-    done = run("smollm2-32k", "--gpu", "h200", "--count", 8, "--link", 100, "--network", 5, "--json")
+    done = run("prolong-64k", "--gpu", "h200", "--count", 8, "--link", 100, "--network", 5, "--json")
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout)["machine"]["links"]["inside_gb_per_s"] == 100
-    refused = run("smollm2-32k", "--gpu", "h200", "--count", 8, "--link", 0)
+    refused = run("prolong-64k", "--gpu", "h200", "--count", 8, "--link", 0)
     assert refused.exit_code == 2
     assert "--link" in refused.output and "Traceback" not in refused.output
