@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from simulated_cases import GPUS, SIMULATIONS, plan_of
+
 from unspool.planning.projection import assumptions, project
 
 RESULTS = Path(__file__).parent / "results" / "projection.json"
@@ -42,7 +43,7 @@ def projected(names: list[str]) -> dict[str, Any]:
             assumed = assumptions(plan)
             points += [{"model": name.split("-")[0].upper(), **asdict(one)} for one in project(plan, GPUS)]
     # The same for all points: every one is of several GPUs of one kind.
-    origins = [point.pop("origins") for point in points][0]
+    [origins, *_] = [point.pop("origins") for point in points]
     return {
         "gpu": plan.machine.gpu.title,
         "assumptions": assumed,

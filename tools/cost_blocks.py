@@ -3,11 +3,12 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from markupsafe import Markup
+
 from cost_data import CostPoint, mfu, mixes, ours, peer, published, read, roof
 from pictures import WIDTH, group, legend, picture, sized, text
 from result_data import IMAGES, Output
 from result_figures import MARKS
-from markupsafe import Markup
 from unspool.core.charts import HEIGHT, Frame, Point, Series, line_chart
 from unspool.core.formatting import MISSING
 from unspool.core.html import element
@@ -63,6 +64,7 @@ def _figure(mine: Sequence[CostPoint], theirs: Sequence[CostPoint]) -> Markup:
             x_ticks=[(tokens, format_size(tokens)) for tokens in lengths],
             show_y=show,
             log_x=True,
+            log_y=y_range is None,
             y_range=y_range,
             dodge=False,
         )
@@ -150,9 +152,8 @@ def projection(settings: Mapping[str, Any]) -> Output:
         row = rows.setdefault(
             (point["model"], point["context_length"]), [f"{point['model']}, {format_size(point['context_length'])}"]
         )
-        row.append(
-            f"{point['tokens_per_second']:,.0f}, {point['mfu']:.0%}, {point['peak_gib']:.0f} ({_layout(point['layout'])})"
-        )
+        speed = f"{point['tokens_per_second']:,.0f}, {point['mfu']:.0%}"
+        row.append(f"{speed}, {point['peak_gib']:.0f} ({_layout(point['layout'])})")
     head = ["shape, length", *(f"{count} GPUs" for count in counts)]
     assumed = [f"- {sentence}" for sentence in found["assumptions"]]
     note = f"Tokens/s per GPU, MFU, peak GiB (layout), on {found['gpu']}. It assumes:"

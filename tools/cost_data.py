@@ -58,9 +58,7 @@ def ours() -> list[CostPoint]:
     """Measured steps of the 8B shape: whole rows, all layers. `unspool train` counts before its bare loop."""
     found = {}
     planned = read("plan.json")["cases"]["8b-8k"]["measured"]
-    found[8192] = CostPoint(
-        tokens=8192, tokens_per_second=8192 / planned["step_seconds"], peak_gib=planned["peak_gib"]
-    )
+    found[8192] = CostPoint(tokens=8192, tokens_per_second=8192 / planned["step_seconds"], peak_gib=planned["peak_gib"])
     found |= {point.tokens: point for point in _columns("product", "loop")}
     for run in read("long_stage.json")["runs"]:
         if run["layers"] == SHAPE.num_layers:
@@ -81,9 +79,7 @@ def _columns(*names: str) -> Iterator[CostPoint]:
         found = next((columns[name] for name in names if "step_seconds" in columns.get(name, {})), None)
         if model == "8b" and length != "prolong" and found is not None:
             tokens = parse_size(length.upper())
-            yield CostPoint(
-                tokens=tokens, tokens_per_second=found["tokens_per_second"], peak_gib=found["memory_gib"]
-            )
+            yield CostPoint(tokens=tokens, tokens_per_second=found["tokens_per_second"], peak_gib=found["memory_gib"])
 
 
 @dataclass(frozen=True, kw_only=True)
