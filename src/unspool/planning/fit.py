@@ -48,9 +48,9 @@ class Machine:
     @property
     def speed(self) -> DeviceSpeed:
         speed = device_speed(self.gpu)
-        given = {"inside": self.link, "between": self.network}
-        changed = {name: 1e9 * rate for name, rate in given.items() if rate is not None}
-        return replace(speed, links=replace(speed.links, **changed))
+        inside = speed.links.inside if self.link is None else 1e9 * self.link
+        between = speed.links.between if self.network is None else 1e9 * self.network
+        return replace(speed, links=replace(speed.links, inside=inside, between=between))
 
     @property
     def room(self) -> float:
