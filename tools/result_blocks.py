@@ -12,6 +12,7 @@ from functools import cache
 from statistics import fmean, stdev
 from typing import Any
 
+from cost_blocks import COST_BLOCKS
 from result_costs import prompt_tokens, scoring_rate
 from result_data import (
     RESULTS,
@@ -336,4 +337,5 @@ BLOCKS: dict[str, Callable[[Mapping[str, Any]], Output]] = {
     "agreement": agreement,
     "coverage": coverage,
     "inventory": inventory,
+    **COST_BLOCKS,
 }

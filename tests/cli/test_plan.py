@@ -72,7 +72,19 @@ def test_json_is_whole_and_pure(mini):
     plan = json.loads(done.stdout)
     assert done.exit_code == 0
     assert set(plan) == {
-        *("recipe", "fits", "machine", "model", "sources", "stages", "warnings", "hours", "gpu_hours", "cost")
+        *(
+            "recipe",
+            "fits",
+            "machine",
+            "origin_words",
+            "model",
+            "sources",
+            "stages",
+            "warnings",
+            "hours",
+            "gpu_hours",
+            "cost",
+        )
     }
     assert set(plan["stages"][0]) >= {
         *(
@@ -182,3 +194,12 @@ def test_a_gpu_in_this_machine_is_found_by_its_name(mini, monkeypatch):
     done = run(mini, "--gpu", "this")
     assert done.exit_code == 2
     assert done.stderr == ("error: the local GPU, NVIDIA Unheard-of 9, is not known; pass a similar GPU with --gpu.\n")
+
+
+def test_links_are_given_in_gigabytes_per_second():
+    done = run("prolong-64k", "--gpu", "h200", "--count", 8, "--link", 100, "--network", 5, "--json")
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["machine"]["links"]["inside_gb_per_s"] == 100
+    refused = run("prolong-64k", "--gpu", "h200", "--count", 8, "--link", 0)
+    assert refused.exit_code == 2
+    assert "--link" in refused.output and "Traceback" not in refused.output

@@ -39,6 +39,24 @@ def plan(
     measured: Annotated[
         bool, typer.Option("--measure", help="Measure a few steps on the local device first, and use their rates.")
     ] = False,
+    link: Annotated[
+        float | None,
+        typer.Option(
+            min=1e-3,
+            metavar="GB/S",
+            help="Bandwidth that a GPU reaches to the others of its machine, each direction. Default: 80% of the data "
+            "sheet.",
+        ),
+    ] = None,
+    network: Annotated[
+        float | None,
+        typer.Option(
+            min=1e-3,
+            metavar="GB/S",
+            help="Bandwidth that a GPU reaches to other machines, each direction. Default: 40, which is 80% of a 400 "
+            "Gbit/s card.",
+        ),
+    ] = None,
     overrides: Override = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
@@ -60,6 +78,8 @@ def plan(
     found = make(
         recipe, overrides, gpu=gpu, count=count, host_mem=host_mem, price=price, model=model, measured=measured
     )
+    if link is not None or network is not None:
+        found = found.on_links(inside=link, between=network)
     if as_json:
         print_json(as_plain(found))
     else:

@@ -51,18 +51,22 @@ class Shape:
 class Sent:
     """Bytes that one rank sends for one row: forward, recomputation, backward."""
 
-    weights: float  # FSDP: layers gathered twice, gradients reduced
+    weights: float  # FSDP: layers gathered twice, embedding and head once, gradients reduced
     copies: float  # gradients reduced over replicas; this happens once per step, here counted for one row
     heads: float  # Ulysses
     keys: float  # ring
+
+
+# Share of a data sheet's bandwidth that collectives are assumed to reach.
+REACHED = 0.8
 
 
 @dataclass(frozen=True, kw_only=True)
 class Links:
     """Bytes per second between devices."""
 
-    inside: float = 0.8 * 450e9  # NVLink 4, each direction, per device; 80% is reached in practice
-    between: float = 0.8 * 50e9  # a 400 Gbit/s card per device
+    inside: float = REACHED * 450e9  # NVLink 4, each direction, per device
+    between: float = REACHED * 50e9  # a 400 Gbit/s card per device
     node: int = 8  # devices
 
 
@@ -81,19 +85,21 @@ def ulysses_elements(shape: Shape, ulysses: int, tokens: int) -> int:
     return slices * shape.head_dim * tokens
 
 
-def sent(shape: Shape, layout: Layout, row: int) -> Sent:
+def sent(shape: Shape, layout: Layout, row: int, *, recomputed: bool = True) -> Sent:
+    """Count the bytes that one rank sends; `recomputed` layers repeat their exchanges of heads and keys."""
     tokens = own_tokens(layout, row)
     parts = layout.shard * layout.sequence_ranks
     others = (parts - 1) / parts
     degree, ring = layout.ulysses, layout.ring
     keys = 2 * kv_slices(shape, degree) * shape.head_dim * tokens * shape.num_layers
+    gathered = HALF * (shape.params + shape.num_layers * shape.layer_params)
+    passes = 2 + recomputed
     return Sent(
-        weights=(2 * HALF + FULL) * shape.params * others,
+        weights=(gathered + FULL * shape.params) * others,
         copies=2 * FULL * shape.params / parts * (layout.replicate - 1) / layout.replicate,
-        # Forward, recomputation, backward.
-        heads=3 * HALF * ulysses_elements(shape, degree, tokens) * shape.num_layers * (degree - 1) / degree,
+        heads=passes * HALF * ulysses_elements(shape, degree, tokens) * shape.num_layers * (degree - 1) / degree,
         # In the backward pass, the gradients need one more turn to return to their rank.
-        keys=(3 * HALF * (ring - 1) + FULL * ring) * keys if ring > 1 else 0.0,
+        keys=(passes * HALF * (ring - 1) + FULL * ring) * keys if ring > 1 else 0.0,
     )
 
 

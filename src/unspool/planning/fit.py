@@ -41,6 +41,16 @@ class Machine:
     gpu: Gpu
     count: int
     host: float | None = None  # bytes of one machine's memory
+    # GB/s that a GPU reaches to the others of its machine, and to other machines; None: from data sheets.
+    link: float | None = None
+    network: float | None = None
+
+    @property
+    def speed(self) -> DeviceSpeed:
+        speed = device_speed(self.gpu)
+        inside = speed.links.inside if self.link is None else 1e9 * self.link
+        between = speed.links.between if self.network is None else 1e9 * self.network
+        return replace(speed, links=replace(speed.links, inside=inside, between=between))
 
     @property
     def room(self) -> float:
@@ -346,7 +356,7 @@ def _larger_gpu(case: Case, index: int, stage: StageConfig) -> Iterator[Alternat
         if gpu.gib <= case.machine.gpu.gib:
             continue
         machine = replace(case.machine, gpu=gpu)
-        found = _first_fit(replace(case, machine=machine, speed=device_speed(gpu)), stage)
+        found = _first_fit(replace(case, machine=machine, speed=machine.speed), stage)
         if found is not None:
             words = ["--gpu", gpu.name, *set_arguments(index, stage, found.stage)]
             yield Alternative(

@@ -156,15 +156,16 @@ class _MemoryCounter:
 
     # Independent of the context length
 
-    def weights(self) -> float:
+    def weights(self, *, reducing: bool = True) -> float:
+        """Weights; of shards also what is gathered, and while `reducing` the gradients of the layers before."""
         setup = self.setup
         if setup.is_single:
             return self.element * self.shape.params
         own = 0.0 if setup.on_host else FULL * self.shape.params / setup.num_shards
-        # Two gathered groups of layers, and the gradient of one, both as computed and as reduced. The head stays
+        # Two gathered groups of layers, the gradient of one as computed, and that of one as reduced. The head stays
         # gathered throughout a step.
         together = min(self.policy.layers_per_checkpoint, self.shape.num_layers) * self.shape.layer_params
-        return own + (2 * HALF + HALF + FULL) * together + HALF * self.shape.table_params
+        return own + (2 * HALF + HALF + FULL * reducing) * together + HALF * self.shape.table_params
 
     def optimizer(self) -> float:
         """Masters and optimizer state; where weights are sharded, the shards are the masters."""
@@ -351,7 +352,8 @@ class _MemoryCounter:
         loss = FULL * shape.table_params + self.hidden * tokens + logits + chunk * self.hidden
         # The last layer's output, as the last norm saves it, and the norm's own output.
         last = self._norm_saved() * tokens
-        return replace(base, loss=loss, kept=base.kept + self.in_flight(), batch=base.batch + last)
+        weights = self.weights(reducing=False)
+        return replace(base, weights=weights, loss=loss, kept=base.kept + self.in_flight(), batch=base.batch + last)
 
     def at_layer(self, first: int) -> Footprint:
         """The backward pass of the group of layers that begins with `first`."""
@@ -375,6 +377,7 @@ class _MemoryCounter:
         own -= self.hidden if self.recomputed and shared else 0.0
         return replace(
             base,
+            weights=self.weights(reducing=last < shape.num_layers - 1),
             checkpoints=on_device,
             kept=kept,
             layer=own * tokens + self.weight_sums(),

@@ -11,6 +11,7 @@ from unspool.core.sizes import format_count, format_size
 from unspool.models.memory.policy import MemoryPolicy
 from unspool.planning.fit import GIB, Estimate, Machine, set_arguments
 from unspool.planning.footprint import PARTS
+from unspool.planning.origins import LEGEND, describe_links, describe_origins
 from unspool.recipe.launch import describe_layout
 
 if TYPE_CHECKING:
@@ -23,10 +24,14 @@ def print_plan(console: Console, found: "Plan") -> None:
     console.print(f"{found.loaded.recipe.name} on {machine.count} × {machine.gpu.title}", style="bold", soft_wrap=True)
     console.print(f"model  {format_count(shape.params)} parameters ({found.model.origin})", soft_wrap=True)
     console.print(f"rates  {found.rates}", soft_wrap=True)
+    if machine.count > 1:
+        console.print(f"links  {describe_links(machine)}", soft_wrap=True)
+        legend = "; ".join(f"{name}: {meaning}" for name, meaning in LEGEND.items())
+        console.print(f"terms  {legend}", soft_wrap=True)
     console.print()
     _print_sources(console, found)
     for planned in found.stages:
-        _print_stage(console, found, planned, price)
+        _print_stage(console, found, planned)
     for warning in found.data.warnings:
         console.print(warning, style="yellow", soft_wrap=True)
     if found.hours is not None and len(found.stages) > 1:
@@ -42,7 +47,7 @@ def _print_sources(console: Console, found: "Plan") -> None:
     console.print(table)
 
 
-def _print_stage(console: Console, found: "Plan", planned: "StagePlan", price: float | None) -> None:
+def _print_stage(console: Console, found: "Plan", planned: "StagePlan") -> None:
     stage, uses = planned.stage, found.data.stages[planned.stage.name]
     steps = f"{stage.steps} steps of {format_size(stage.batch_tokens)} at {format_size(stage.context_length)}"
     console.print(f"\nstage {stage.name}", style="bold", end="")
@@ -68,7 +73,7 @@ def _print_stage(console: Console, found: "Plan", planned: "StagePlan", price: f
         console.print(f"does not fit as written: {planned.problem}", style="red", soft_wrap=True)
     if planned.chosen is None:
         return
-    _print_estimate(console, planned, planned.chosen, price)
+    _print_estimate(console, found, planned, planned.chosen)
     if planned.faster is not None:
         words = shlex.join(set_arguments(planned.index, stage, planned.faster.stage))
         saved = 1 - planned.faster.seconds.step / planned.chosen.seconds.step
@@ -89,7 +94,7 @@ def _weighing(planned: "StagePlan") -> str:
     return f"{line}; {seconds.weighing:.3g} s more per step, {seconds.weighing / (seconds.step - seconds.weighing):.0%}"
 
 
-def _print_estimate(console: Console, planned: "StagePlan", chosen: Estimate, price: float | None) -> None:
+def _print_estimate(console: Console, found: "Plan", planned: "StagePlan", chosen: Estimate) -> None:
     held, machine, seconds = chosen.footprint, chosen.machine, chosen.seconds
     parts = ", ".join(f"{part} {getattr(held, part) / GIB:.1f}" for part in PARTS if getattr(held, part) >= 0.05 * GIB)
     rest = "Python and other programs" if machine.gpu.is_cpu else "the CUDA context"
@@ -104,7 +109,9 @@ def _print_estimate(console: Console, planned: "StagePlan", chosen: Estimate, pr
     console.print(f"step       {seconds.step:.3g} s ({parts})", soft_wrap=True)
     each = "" if machine.gpu.is_cpu else " per GPU"
     speed = f"{format_count(chosen.tokens_per_second / machine.count)} tokens/s{each}, MFU {planned.mfu:.0%}"
-    console.print(f"time       {_time(chosen.hours, machine, price)}; {speed}", soft_wrap=True)
+    console.print(f"time       {_time(chosen.hours, machine, found.price)}; {speed}", soft_wrap=True)
+    if machine.count > 1:
+        console.print(f"origins    {describe_origins(chosen, found.measured)}", soft_wrap=True)
     _print_reported(console, planned, chosen)
     words = set_arguments(planned.index, planned.stage, chosen.stage)
     if words:

@@ -6,7 +6,7 @@ fit.
 
 import io
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -34,9 +34,10 @@ from unspool.planning.fit import (
     set_arguments,
 )
 from unspool.planning.footprint import PARTS
+from unspool.planning.origins import LEGEND, number_origins, plain_links
 from unspool.planning.plan_text import print_plan
 from unspool.planning.recipe_inputs import DataPlan, DatasetUse, PlannedModel, plan_data, planned_model
-from unspool.planning.step_time import Documents, device_speed, documents, flops_per_token, forward_flops
+from unspool.planning.step_time import Documents, documents, flops_per_token, forward_flops
 from unspool.recipe.load import LoadedRecipe
 from unspool.rope.bound import bound, first_negative
 from unspool.rope.tables import RopeShape, config_frequencies, format_base
@@ -97,6 +98,21 @@ class Plan:
     data: DataPlan
     stages: tuple[StagePlan, ...]
     price: float | None = None  # of a GPU hour
+    model_from: str | None = None  # where the model's config was read, if the recipe's model is missing
+    measured: Calibration | None = None
+
+    def on_links(self, *, inside: float | None = None, between: float | None = None) -> "Plan":
+        """Plan again for links of other bandwidths: GB/s that a GPU reaches inside its machine, and between machines.
+
+        Example:
+            >>> import unspool
+            >>> plan = unspool.plan("tiny", gpu="h100").on_links(inside=200)
+            >>> plan.fits
+            True
+        """
+        machine = replace(self.machine, link=inside, network=between)
+        found = plan_recipe(self.loaded, machine, model=self.model_from, measured=self.measured)
+        return replace(found, price=self.price)
 
     @property
     def fits(self) -> bool:
@@ -146,7 +162,14 @@ def plan_recipe(
         stages.append(_plan_stage(loaded, index, stage, machine, found, data, measured))
         advance(1)
     return Plan(
-        loaded=loaded, model=found, machine=machine, rates=_rates(machine, measured), data=data, stages=tuple(stages)
+        loaded=loaded,
+        model=found,
+        machine=machine,
+        rates=_rates(machine, measured),
+        data=data,
+        stages=tuple(stages),
+        model_from=model,
+        measured=measured,
     )
 
 
@@ -156,7 +179,8 @@ def _rates(machine: Machine, measured: Calibration | None) -> str:
     if machine.gpu.is_cpu:
         return f"{machine.gpu.rates}, measured here for a second; measuring whole steps is more accurate"
     if machine.gpu.measured:
-        return f"measured on one {machine.gpu.title}; computed for several GPUs and their links"
+        links = "; what lies between GPUs is modeled" if machine.count > 1 else ""
+        return f"fitted to steps measured on one {machine.gpu.title}{links}"
     return f"estimated: rates of an H200, scaled by the data sheet of {machine.gpu.title}"
 
 
@@ -169,7 +193,7 @@ def _plan_stage(
     data: DataPlan,
     measured: Calibration | None,
 ) -> StagePlan:
-    speed, activations = device_speed(machine.gpu), 1.0
+    speed, activations = machine.speed, 1.0
     if measured is not None:
         speed, activations = measured.correct(speed), measured.activations
     docs = data.documents[stage.name]
@@ -320,10 +344,12 @@ def as_plain(plan: Plan) -> dict[str, Any]:
             "room_gib": machine.room / GIB,
             "host_room_gib": machine.host_room / GIB,
             "rates": plan.rates,
+            "links": plain_links(machine) if machine.count > 1 else None,
         },
+        "origin_words": LEGEND,
         "model": {"origin": plan.model.origin, "parameters": plan.model.shape.params, **asdict(plan.model.shape)},
         "sources": [asdict(source) for source in plan.data.sources],
-        "stages": [_plain_stage(plan, stage, price) for stage in plan.stages],
+        "stages": [_plain_stage(plan, stage) for stage in plan.stages],
         "warnings": list(plan.data.warnings),
         "hours": hours,
         "gpu_hours": gpu_hours,
@@ -331,7 +357,7 @@ def as_plain(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _plain_stage(plan: Plan, planned: StagePlan, price: float | None) -> dict[str, Any]:
+def _plain_stage(plan: Plan, planned: StagePlan) -> dict[str, Any]:
     stage = planned.stage
     return {
         "name": stage.name,
@@ -347,9 +373,9 @@ def _plain_stage(plan: Plan, planned: StagePlan, price: float | None) -> dict[st
         "mfu": planned.mfu,
         "fits": planned.fits,
         "problem": planned.problem,
-        "written": _plain_estimate(planned.written, stage, planned.index, price),
-        "chosen": _plain_estimate(planned.chosen, stage, planned.index, price),
-        "faster": _plain_estimate(planned.faster, stage, planned.index, price),
+        "written": _plain_estimate(plan, planned, planned.written),
+        "chosen": _plain_estimate(plan, planned, planned.chosen),
+        "faster": _plain_estimate(plan, planned, planned.faster),
         "ways": [
             {"kind": one.kind, "text": one.text, "arguments": list(one.arguments), "hours": one.estimate.hours}
             for one in planned.alternatives
@@ -365,9 +391,10 @@ def _plain_reported(found: ReportedSpeed) -> dict[str, Any]:
     return {**found.hours.model_dump(mode="json"), **numbers}
 
 
-def _plain_estimate(found: Estimate | None, stage: StageConfig, index: int, price: float | None) -> Any:
+def _plain_estimate(plan: Plan, planned: StagePlan, found: Estimate | None) -> Any:
     if found is None:
         return None
+    stage, index, price = planned.stage, planned.index, plan.price
     gpu_hours = found.hours * found.machine.count
     return {
         "settings": changes(stage, found.stage),
@@ -386,4 +413,5 @@ def _plain_estimate(found: Estimate | None, stage: StageConfig, index: int, pric
         "hours": found.hours,
         "gpu_hours": gpu_hours,
         "cost": None if price is None else price * gpu_hours,
+        "origins": number_origins(found, plan.measured),
     }

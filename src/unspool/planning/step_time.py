@@ -13,8 +13,9 @@ from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 
-from unspool.planning.cost import FULL, HALF, LOGITS_BYTES, REFERENCE, Gpu, Links, Shape, sent
+from unspool.planning.cost import FULL, HALF, LOGITS_BYTES, REACHED, REFERENCE, Gpu, Links, Sent, Shape, sent
 from unspool.planning.footprint import StepSetup, moved_bytes
+from unspool.training.parallel.config import Layout
 
 # Rates on the reference device.
 MATMUL = 785e12  # for very wide matrices; width w reaches w / (w + NARROW) of it
@@ -51,9 +52,25 @@ def device_speed(gpu: Gpu) -> DeviceSpeed:
         return DeviceSpeed(
             compute=gpu.tflops * 1e12 / MATMUL, memory=gpu.bandwidth * 1e12 / 2 / BETWEEN, narrow=0.0, short=0.0
         )
-    links = Links(inside=0.8 * gpu.link * 1e9)
+    links = Links(inside=REACHED * gpu.link * 1e9)
     ratio, memory = gpu.tflops / REFERENCE.tflops, gpu.bandwidth / REFERENCE.bandwidth
     return DeviceSpeed(compute=ratio, memory=memory, host=gpu.host * 1e9, links=links)
+
+
+def exposed_seconds(
+    bytes_sent: Sent, layout: Layout, links: Links, *, computing: float, backward_attention: float
+) -> float:
+    """Seconds of a micro-batch that ranks wait for each other, from bytes and bandwidth.
+
+    Weights overlap with all computing, and keys of a ring with the backward pass of attention. Heads overlap with
+    nothing.
+    """
+    ranks = layout.shard * layout.sequence_ranks
+    collective = links.inside if ranks <= links.node else min(links.inside, links.node * links.between)
+    heads = bytes_sent.heads / (links.inside if layout.ulysses <= links.node else links.between)
+    keys = bytes_sent.keys / (links.inside if layout.sequence_ranks <= links.node else links.between)
+    late = max(0.0, bytes_sent.weights / collective - computing)
+    return heads + max(0.0, keys - backward_attention) + late
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,15 +236,13 @@ class _StepTimer:
         starting = max(0.0, LAUNCH * self.shape.num_layers - forward - backward)
         if setup.is_single:
             return copies + starting
-        layout, links = setup.layout, speed.links
-        bytes_sent = sent(self.shape, layout, round(self.docs.tokens))
-        inside = setup.num_shards <= links.node
-        collective = links.inside if inside else min(links.inside, links.node * links.between)
-        weights = bytes_sent.weights / collective
+        bytes_sent = sent(self.shape, setup.layout, round(self.docs.tokens), recomputed=self.layers_recomputed > 0)
+        computing = forward + backward
         if setup.on_host:
-            weights += 2 * HALF * self.shape.params / setup.num_shards / speed.host
-        heads = bytes_sent.heads / (links.inside if layout.ulysses <= links.node else links.between)
-        keys = bytes_sent.keys / (links.inside if layout.sequence_ranks <= links.node else links.between)
-        _, backward_attention = self.attention()
-        late = max(0.0, keys - backward_attention) + max(0.0, weights - forward - backward)
-        return copies + starting + heads + late
+            # Shards come from host memory and return to it, over the same time as weights between ranks.
+            computing -= 2 * HALF * self.shape.params / setup.num_shards / speed.host
+        _, attention = self.attention()
+        exposed = exposed_seconds(
+            bytes_sent, setup.layout, speed.links, computing=computing, backward_attention=attention
+        )
+        return copies + starting + exposed
