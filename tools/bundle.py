@@ -28,7 +28,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 import unpack_bundle
-from unpack_bundle import FILTERS, GGUF, LIST, MODEL, PACKAGES, TREE, by_column, sha256, tensor_digest
+from unpack_bundle import FILTERS, GGUF, LIST, MODEL, TREE, by_column, sha256, tensor_digest
 from unspool.core.errors import ConfigError, UnspoolError
 from unspool.core.progress import progress_bar
 
@@ -240,9 +240,7 @@ def main() -> int:
         return 0
     for number, size in enumerate(made["parts"], start=1):
         print(f"{args.out / f'part-{number}'}: {size / 1e6:.1f} MB")
-    print(
-        f"Copy the parts, then run: python part-1/unpack.py run-inputs --source UNSPOOL ({sum(made['parts']) / 1e6:.0f} MB)"
-    )
+    print(f"{sum(made['parts']) / 1e6:.0f} MB; to unpack: python part-1/unpack.py run-inputs --source UNSPOOL")
     return 0
 
 

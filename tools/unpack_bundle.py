@@ -168,10 +168,10 @@ def build_model(listed: dict[str, Any], target: Path, source: Path) -> str:
 
 
 def check_imports(listed: dict[str, Any], target: Path, source: Path) -> str:
-    code = f"import sys, {', '.join(listed['imports'])}; print(sys.version.split()[0], torch.__version__, end=', ')\n"
-    code += "import transformers; print(transformers.__version__)"
-    versions = run(target, source, "-c", code, what="imports (add the package with --packages)").strip()
-    return f"imports: Python, torch and transformers {versions}"
+    code = f"import {', '.join(listed['imports'])}; from importlib.metadata import version; "
+    code += "print(', '.join(f'{name} {version(name)}' for name in ('torch', 'transformers')))"
+    versions = run(target, source, "-c", code, what="imports (add the package to packages.txt)").strip()
+    return f"imports: {len(listed['imports'])} modules, {versions}, Python {sys.version.split()[0]}"
 
 
 # Command
