@@ -13,6 +13,8 @@ from unspool.studies.raw_results import collect
 # Of a run that is not finished. Its weights are too large to keep, so it must be trained again.
 UNFINISHED = ("run.json", "recipe.yaml", "stages/*/metrics.jsonl", "scores/*/*.jsonl", "scores/*/plan.json")
 
+BLOCK, TAR_END = 512, 10240  # bytes, of the tar format
+
 
 def pack(study: Path, out: Path, *, most: int, files: int) -> dict[str, Any]:
     """Write finished-1.tar, … in the layout of docs/results, and unfinished.tar.gz with answers and logs so far."""
@@ -51,13 +53,14 @@ def unfinished_files(study: Path, names: list[str]) -> Iterator[Path]:
 def grouped(folder: Path, names: list[str], most: int) -> Iterator[list[str]]:
     """Group runs so that the archive of each group has at most `most` bytes."""
     group: list[str] = []
-    used = 0
+    used = TAR_END
     for name in names:
-        # A tar pads each file to 512 bytes after a header of 512.
-        size = sum(path.stat().st_size + 1024 for path in (folder / name).iterdir()) + 10240
+        # Each entry has a header, and its content is padded.
+        sizes = [0, *(path.stat().st_size for path in (folder / name).iterdir())]
+        size = sum(BLOCK + -(-size // BLOCK) * BLOCK for size in sizes)
         if group and used + size > most:
             yield group
-            group, used = [], 0
+            group, used = [], TAR_END
         group.append(name)
         used += size
     if group:
