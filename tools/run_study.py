@@ -101,10 +101,12 @@ class Run:
 
 
 def phase_of(folder: Path) -> str:
-    if [path for path in folder.glob("scores/*") if path.name.removesuffix(".work") != "base"]:
+    logs = [path for path in folder.glob("stages/*/metrics.jsonl") if path.stat().st_size]
+    scores = {path.name.removesuffix(".work") for path in folder.glob("scores/*")}
+    # The base model is scored before the first stage.
+    if scores - {"base"} or (scores and not logs):
         return SCORING
-    stages = [path / "metrics.jsonl" for path in folder.glob("stages/*")]
-    return TRAINING if any(path.is_file() and path.stat().st_size for path in stages) else STARTING
+    return TRAINING if logs else STARTING
 
 
 # All runs
