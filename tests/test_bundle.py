@@ -40,7 +40,7 @@ def packed(tmp_path, monkeypatch):
     (tmp_path / "packages.txt").write_text("spare  # nothing else\n")
     args = Namespace(
         data=data, model=model, packages=tmp_path / "packages.txt", constraints=None, out=tmp_path / "bundle",
-        part_mb=0.02, first=["helmet/nq.jsonl.zst"], python="3.12", platform=(),
+        part_mb=0.02, first=["helmet/nq.jsonl.zst"], python=".".join(map(str, sys.version_info[:2])), platform=(),
     )  # fmt: skip
     return tmp_path, bundle.bundle(args)
 
@@ -130,6 +130,16 @@ def test_a_missing_package_is_named(packed):
         listed = json.loads((part / "bundle.json").read_text())
         (part / "bundle.json").write_text(json.dumps(listed | {"imports": ["json", "no_such_package"]}))
     with pytest.raises(unpack_bundle.BundleError, match=r"packages.txt.*no_such_package"):
+        unpack(folder, parts)
+
+
+def test_packages_for_another_python_are_refused(packed):
+    folder, _ = packed
+    parts = parts_of(folder)
+    for part in parts:
+        listed = json.loads((part / "bundle.json").read_text())
+        (part / "bundle.json").write_text(json.dumps(listed | {"python": "3.9"}))
+    with pytest.raises(unpack_bundle.BundleError, match=r"for Python 3.9, this is .*pack with --python"):
         unpack(folder, parts)
 
 

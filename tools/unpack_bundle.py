@@ -3,8 +3,8 @@
     python bundle/part-1/unpack.py run-inputs --source UNSPOOL
 
 Parts may arrive in any order and over several calls; each call unpacks the parts that lie beside this file. Every piece
-and every file is checked against its sha256. Once packages and model are complete, the model is dequantized, the
-imports are tried, and the line that sets PYTHONPATH is printed. UNSPOOL is a checkout of the repository.
+and every file is checked against its sha256. Once the packages are complete, all imports are tried; once the model is,
+it is dequantized, and the line that sets PYTHONPATH is printed. UNSPOOL is a checkout of the repository.
 """
 
 import argparse
@@ -168,6 +168,9 @@ def build_model(listed: dict[str, Any], target: Path, source: Path) -> str:
 
 
 def check_imports(listed: dict[str, Any], target: Path, source: Path) -> str:
+    here = ".".join(map(str, sys.version_info[:2]))
+    if listed["python"] != here:
+        raise BundleError(f"the packages are for Python {listed['python']}, this is {here}; pack with --python {here}.")
     code = f"import {', '.join(listed['imports'])}; from importlib.metadata import version; "
     code += "print(', '.join(f'{name} {version(name)}' for name in ('torch', 'transformers')))"
     versions = run(target, source, "-c", code, what="imports (add the package to packages.txt)").strip()
@@ -188,13 +191,13 @@ def unpack(parts: list[Path], target: Path, source: Path) -> Iterator[str]:
         yield f"{part.name}: checked in {time.monotonic() - began:.1f} s"
     complete = {item["path"]: assemble(target, item) for item in listed["items"]}
     yield f"{sum(complete.values())} of {len(complete)} files are complete"
-    model = all(done for path, done in complete.items() if path == GGUF or path.startswith(f"{MODEL}/"))
-    if complete[TREE] and model:
-        began = time.monotonic()
+    began = time.monotonic()
+    if complete[TREE]:
         yield check_imports(listed, target, source)
-        yield build_model(listed, target, source)
-        yield f"packages and model are ready ({time.monotonic() - began:.1f} s)"
-        yield f"export PYTHONPATH={python_path(target, source)} HF_HUB_OFFLINE=1"
+        if all(done for path, done in complete.items() if path == GGUF or path.startswith(f"{MODEL}/")):
+            yield build_model(listed, target, source)
+            yield f"packages and model are ready ({time.monotonic() - began:.1f} s)"
+            yield f"export PYTHONPATH={python_path(target, source)} HF_HUB_OFFLINE=1"
     missing = {piece["part"] for piece in absent_pieces(target, listed)}
     if missing:
         yield f"not here yet: {', '.join(f'part-{number}' for number in sorted(missing))}"
