@@ -187,6 +187,13 @@ def test_results_are_packed_without_weights_in_files_of_the_given_size(study, tm
     assert unfinished == {"abf-s1/recipe.yaml", "abf-s1/scores/train.work/samples.jsonl", "logs/abf-s1.log"}
 
 
+def test_longppl_is_packed_too(study, tmp_path):
+    write(study / "longppl" / "abf-s0" / "samples.jsonl", 10)
+    packed = study_results.pack(study, tmp_path / "out", most=40_000, files=8)
+    assert "longppl.tar.gz" in packed["files"]
+    assert names_in(tmp_path / "out" / "longppl.tar.gz") == {"abf-s0/samples.jsonl"}
+
+
 def test_too_many_or_too_large_files_are_refused_with_the_setting_to_change(study, tmp_path):
     with pytest.raises(ConfigError, match="3 files; use --max-files 3"):
         study_results.pack(study, tmp_path / "out", most=40_000, files=2)

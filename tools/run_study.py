@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from study_results import pack
+from study_results import LONGPPL, pack
 from unspool.core.artifacts import write_atomic
 from unspool.core.errors import ConfigError, UnspoolError
 from unspool.recipe.paths import bundled_studies
@@ -307,8 +307,8 @@ def longppl(args: argparse.Namespace) -> int:
         command = [sys.executable, "-m", "unspool", "eval", str(out / name / "stages" / "train" / "model")]
         command += ["--suite", "longppl", "--lengths", args.length, "--samples", str(args.samples)]
         command += ["--seed", str(args.seed), "--text", str((args.data / "heldout.jsonl.zst").resolve())]
-        subprocess.run([*command, *key, "--out", str(out / "longppl" / name)], check=True)
-        key = key or ["--set", f"key_tokens={out / 'longppl' / name}"]
+        subprocess.run([*command, *key, "--out", str(out / LONGPPL / name)], check=True)
+        key = key or ["--set", f"key_tokens={out / LONGPPL / name}"]
     return 0
 
 

@@ -106,7 +106,7 @@ def assemble(target: Path, item: dict[str, Any]) -> bool:
 
 
 def mark(target: Path, item: dict[str, Any]) -> Path:
-    return target / ".unpacked" / item["sha256"]
+    return target / ".unpacked" / str(item["sha256"])
 
 
 def is_unpacked(target: Path, item: dict[str, Any]) -> bool:
