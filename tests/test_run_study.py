@@ -80,6 +80,12 @@ def test_runs_start_in_their_order_and_both_limits_hold(tmp_path):
     assert json.loads((tmp_path / "runs.json").read_text())["ended"] is True
 
 
+def test_a_run_is_shown_as_soon_as_it_starts(tmp_path, capsys):
+    queue(tmp_path, {"a": ""}).work()
+    states = [line.split()[1] for line in capsys.readouterr().out.splitlines() if line.startswith("  a ")]
+    assert list(dict.fromkeys(states)) == ["waiting", "starting", "training", "scoring", "finished"]
+
+
 def test_a_failed_run_is_named_with_its_message_and_the_others_go_on(tmp_path, capsys):
     (tmp_path / "failures").mkdir()
     (tmp_path / "failures" / "a.json").write_text(json.dumps({"error": "no such file\nsecond line"}))
@@ -136,7 +142,7 @@ def test_the_state_shows_progress_and_no_score(tmp_path):
     log = tmp_path / "a.log"
     log.write_text("stage train: 1/40  loss 3.1  eta 0:01:00\nscore train: 3 of 9 contexts\narm  niah/32K\nabf  77%\n")
     assert run_study.last_progress(log) == "score train: 3 of 9 contexts"
-    facts = {"ended": True, "seconds_left": 0, "runs": {"a": {"state": FINISHED, "seconds": {"scoring": 1.0}}}}
+    facts = {"ended": True, "ends_at": 0, "runs": {"a": {"state": FINISHED, "seconds": {"scoring": 1.0}}}}
     (tmp_path / "logs").mkdir()
     log.rename(tmp_path / "logs" / "a.log")
     assert "%" not in run_study.describe(tmp_path, facts)

@@ -129,18 +129,19 @@ class Queue:
             signal.signal(number, lambda *_: setattr(self, "stopping", True))
         self.report(end)
         while not self.stopping and any(run.state in (WAITING, *ACTIVE) for run in self.runs):
-            self.start_next()
+            self.start_next(end)
             self.refresh(end)
             self.stopping = self.stopping or time.monotonic() >= end
             time.sleep(POLL)
         self.stop(end)
 
-    def start_next(self) -> None:
+    def start_next(self, end: float) -> None:
         active = [run for run in self.runs if run.state in ACTIVE]
         before_scores = sum(run.state != SCORING for run in active)
         following = next((run for run in self.runs if run.state == WAITING), None)
         if following and len(active) < self.at_once and before_scores < self.training:
             following.start(self.cwd)
+            self.report(end)
 
     def refresh(self, end: float) -> None:
         if [run for run in self.runs if run.refresh(stopping=self.stopping)]:
@@ -165,7 +166,7 @@ class Queue:
         facts = {
             "pid": os.getpid(),
             "ended": ended,
-            "seconds_left": max(0, round(end - time.monotonic())),
+            "ends_at": round(time.time() + end - time.monotonic()),
             "runs": {run.name: {"state": run.state, "seconds": run.seconds} for run in self.runs},
         }
         write_atomic(self.out / STATE, json.dumps(facts, indent=1) + "\n")
@@ -173,7 +174,8 @@ class Queue:
 
 
 def describe(out: Path, facts: dict[str, Any]) -> str:
-    lines = [f"{time.strftime('%H:%M:%S')}  {'ended' if facts['ended'] else str(facts['seconds_left']) + ' s left'}"]
+    left = max(0, round(facts["ends_at"] - time.time()))
+    lines = [f"{time.strftime('%H:%M:%S')}  {'ended' if facts['ended'] else f'{left} s left'}"]
     for name, run in facts["runs"].items():
         spent = ", ".join(f"{phase} {seconds:.0f} s" for phase, seconds in run["seconds"].items())
         text = f"  {name:24} {run['state']:9} {spent}"
