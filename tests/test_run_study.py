@@ -131,6 +131,15 @@ def is_running(process: int) -> bool:
         return False
 
 
+def test_an_average_waits_for_the_run_whose_weights_it_needs(tmp_path):
+    made = queue(tmp_path, dict.fromkeys("abc", ""))
+    made.runs[0].needs = "b"
+    made.work()
+    found = events(tmp_path)
+    assert found.index(("a", "start")) > found.index(("b", "end"))
+    assert {run.state for run in made.runs} == {FINISHED}
+
+
 def test_finished_runs_are_not_started_again(tmp_path):
     made = queue(tmp_path, dict.fromkeys("ab", ""))
     made.runs[0].state = FINISHED
@@ -146,6 +155,34 @@ def test_the_state_shows_progress_and_no_score(tmp_path):
     (tmp_path / "logs").mkdir()
     log.rename(tmp_path / "logs" / "a.log")
     assert "%" not in run_study.describe(tmp_path, facts)
+
+
+def test_longppl_scores_the_arms_with_key_tokens_of_the_first_one(tmp_path, monkeypatch):
+    for folder in ("abf-s1/stages/train/model", "merged-s1/model", "base"):
+        (tmp_path / folder).mkdir(parents=True)
+    ran = []
+    monkeypatch.setattr(run_study.subprocess, "run", lambda command, check: ran.append(command[3:]))
+    given = [
+        "longppl",
+        str(tmp_path),
+        "abf",
+        "merged",
+        "base",
+        "--data",
+        "d",
+        "--model",
+        str(tmp_path / "base"),
+        "--seed",
+        "1",
+    ]
+    monkeypatch.setattr(sys, "argv", ["run_study.py", *given])
+    assert run_study.main() == 0
+    assert [Path(command[1]).relative_to(tmp_path).as_posix() for command in ran] == [
+        "abf-s1/stages/train/model", "merged-s1/model", "base",
+    ]  # fmt: skip
+    key = f"key_tokens={tmp_path}/longppl/abf-s1"
+    assert [key in command for command in ran] == [False, True, True]
+    assert [Path(command[-1]).name for command in ran] == ["abf-s1", "merged-s1", "base-s1"]
 
 
 # Results
@@ -220,6 +257,8 @@ def test_too_many_or_too_large_files_are_refused_with_the_setting_to_change(stud
         (["start", "out", "a", "--model", "m", "--study", "tiny", "--at-once", "0"], "--at-once, --training and"),
         (["status", "out"], "out: no runs were started there"),
         (["pack", "nowhere", "results"], "nowhere: no such folder"),
+        (["longppl", "out", "abf", "--data", "data"], "ROOT/out/abf-s0: no trained model; run the arm first"),
+        (["short", "out", "base", "--data", "data"], "--data data: holds no hellaswag.jsonl.zst"),
     ],
 )
 def test_mistakes_end_with_one_sentence(tmp_path, monkeypatch, capsys, given, message):
@@ -228,4 +267,4 @@ def test_mistakes_end_with_one_sentence(tmp_path, monkeypatch, capsys, given, me
     monkeypatch.setattr(sys, "argv", ["run_study.py", *given])
     assert run_study.main() == 2
     shown = capsys.readouterr()
-    assert shown.err.startswith(message) and not shown.out
+    assert shown.err.startswith(message.replace("ROOT", str(tmp_path))) and not shown.out

@@ -4,6 +4,7 @@
     python tools/run_study.py status out --wait 500      the state of every run, again after each change, for 500 s
     python tools/run_study.py pack out results           what the runs have found, as a few small files
     python tools/run_study.py longppl out --data data --seed 0 abf utk-80 cip-2
+    python tools/run_study.py short out --data eval --model MODEL --seed 0 base abf utk-80 cip-2
 
 A run trains, then it is scored. When one ends, the next starts. At most `--at-once` runs are active, of them at most
 `--training` before their scores: runs that train and runs that are scored together keep the GPU busier than runs in the
@@ -22,12 +23,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from study_results import LONGPPL, pack
+from study_results import LONGPPL, SHORT, pack
 from unspool.core.artifacts import write_atomic
 from unspool.core.errors import ConfigError, UnspoolError
 from unspool.recipe.paths import bundled_studies
 from unspool.studies.load import load_study
 
+SHORT_TASKS = Path(__file__).resolve().parents[1] / "docs" / "results" / "plan" / "short_tasks"
 STATE = "runs.json"
 LOGS = "logs"
 GRACE = 18  # seconds that a run gets to save after SIGINT
@@ -47,6 +49,7 @@ class Run:
     name: str
     command: list[str]
     out: Path
+    needs: str | None = None  # a run whose weights this one averages
     process: subprocess.Popen[bytes] | None = None
     state: str = WAITING
     began: float = 0.0
@@ -138,7 +141,8 @@ class Queue:
     def start_next(self, end: float) -> None:
         active = [run for run in self.runs if run.state in ACTIVE]
         before_scores = sum(run.state != SCORING for run in active)
-        following = next((run for run in self.runs if run.state == WAITING), None)
+        open_runs = {run.name for run in self.runs if run.state in (WAITING, *ACTIVE)}
+        following = next((run for run in self.runs if run.state == WAITING and run.needs not in open_runs), None)
         if following and len(active) < self.at_once and before_scores < self.training:
             following.start(self.cwd)
             self.report(end)
@@ -263,6 +267,8 @@ def check_runs(study: str, changes: list[str], runs: list[Run]) -> None:
     for run in runs:
         if run.name not in known:
             raise ConfigError(f"{study} has no run {run.name!r}. It has {', '.join(known)}.")
+        merge = known[run.name].merge
+        run.needs = f"{merge.arm}-s{known[run.name].seed}" if merge else None
         if is_done(loaded, known[run.name]):
             run.state = FINISHED
 
@@ -303,15 +309,39 @@ def status(args: argparse.Namespace) -> int:
 
 def longppl(args: argparse.Namespace) -> int:
     """Score LongPPL of trained arms; the first arm chooses the key tokens."""
-    out, key = args.out.resolve(), []
+    options = ["--suite", LONGPPL, "--lengths", "32K", "--samples", "24", "--seed", str(args.seed)]
+    options += ["--text", str((args.data / "heldout.jsonl.zst").resolve())]
     for arm in args.arms:
-        name = f"{arm}-s{args.seed}"
-        command = [sys.executable, "-m", "unspool", "eval", str(out / name / "stages" / "train" / "model")]
-        command += ["--suite", "longppl", "--lengths", args.length, "--samples", str(args.samples)]
-        command += ["--seed", str(args.seed), "--text", str((args.data / "heldout.jsonl.zst").resolve())]
-        subprocess.run([*command, *key, "--out", str(out / LONGPPL / name)], check=True)
-        key = key or ["--set", f"key_tokens={out / LONGPPL / name}"]
+        score(args, arm, options, LONGPPL)
+        if arm == args.arms[0]:
+            options += ["--set", f"key_tokens={args.out.resolve() / LONGPPL / f'{arm}-s{args.seed}'}"]
     return 0
+
+
+def short(args: argparse.Namespace) -> int:
+    """Score short tasks of trained arms, from local files."""
+    if not (args.data / "hellaswag.jsonl.zst").is_file():
+        raise ConfigError(f"--data {args.data}: holds no hellaswag.jsonl.zst; give the folder of the short tasks.")
+    os.environ["SHORT_DATA"] = str(args.data.resolve())
+    options = ["--suite", SHORT, "--samples", "400", "--path", f"tasks={SHORT_TASKS}"]
+    options += ["--tasks", ",".join(path.stem for path in sorted(SHORT_TASKS.glob("local_*.yaml")))]
+    for arm in args.arms:
+        score(args, arm, options, SHORT)
+    return 0
+
+
+def score(args: argparse.Namespace, arm: str, options: list[str], kind: str) -> None:
+    """Score a trained or averaged arm, or `base`, the untouched model."""
+    out, name = args.out.resolve(), f"{arm}-s{args.seed}"
+    model = next(
+        (path for path in (out / name / "stages" / "train" / "model", out / name / "model") if path.is_dir()), None
+    )
+    if model is None and arm == "base":
+        model = args.model
+    if model is None:
+        raise ConfigError(f"{out / name}: no trained model; run the arm first, or give --model for base.")
+    command = [sys.executable, "-m", "unspool", "eval", str(model), *options]
+    subprocess.run([*command, "--out", str(out / kind / name)], check=True)
 
 
 def pack_results(args: argparse.Namespace) -> int:
@@ -360,14 +390,17 @@ def main() -> int:
     three.add_argument("--max-files", type=int, default=8, help="most files (default: 8)")
     three.add_argument("--json", action="store_true", help="print one JSON object")
     three.set_defaults(function=pack_results)
-    four = commands.add_parser("longppl", help="score LongPPL of trained arms")
-    four.add_argument("out", type=Path, help="folder of `start`")
-    four.add_argument("arms", nargs="+", help="arms; the first one chooses the key tokens")
-    four.add_argument("--data", type=Path, default=Path("data"), help="folder of tools/prepare_corpus.py")
-    four.add_argument("--seed", type=int, default=0)
-    four.add_argument("--length", default="32K")
-    four.add_argument("--samples", type=int, default=24)
-    four.set_defaults(function=longppl)
+    for name, function, text in (
+        (LONGPPL, longppl, "LongPPL; the first arm chooses the key tokens"),
+        (SHORT, short, "short tasks"),
+    ):
+        four = commands.add_parser(name, help=f"score {text}")
+        four.add_argument("out", type=Path, help="folder of `start`")
+        four.add_argument("arms", nargs="+", help="trained arms, or base for the untouched model")
+        four.add_argument("--data", type=Path, required=True, help="folder with heldout.jsonl.zst or the short tasks")
+        four.add_argument("--model", type=Path, help="folder of the untouched model")
+        four.add_argument("--seed", type=int, default=0)
+        four.set_defaults(function=function)
     args = parser.parse_args()
     try:
         return int(args.function(args))

@@ -12,7 +12,7 @@ from unspool.studies.raw_results import collect
 
 # Of a run that is not finished. Its weights are too large to keep, so it must be trained again.
 UNFINISHED = ("run.json", "recipe.yaml", "stages/*/metrics.jsonl", "scores/*/*.jsonl", "scores/*/plan.json")
-LONGPPL = "longppl"
+LONGPPL, SHORT = "longppl", "short"
 
 BLOCK, TAR_END = 512, 10240  # bytes, of the tar format
 
@@ -20,7 +20,7 @@ BLOCK, TAR_END = 512, 10240  # bytes, of the tar format
 def pack(study: Path, out: Path, *, most: int, files: int) -> dict[str, Any]:
     """Write finished-1.tar, … in the layout of docs/results, and unfinished.tar.gz with answers and logs so far.
 
-    Scores of `run_study.py longppl` become longppl.tar.gz.
+    Scores of `run_study.py longppl` and `short` become longppl.tar.gz and short.tar.gz.
     """
     if not study.is_dir():
         raise ConfigError(f"{study}: no such folder; give the folder of the study.")
@@ -38,10 +38,11 @@ def pack(study: Path, out: Path, *, most: int, files: int) -> dict[str, Any]:
     with tarfile.open(out / "unfinished.tar.gz", "w:gz") as archive:
         for path in sorted({*unfinished_files(study, begun), *study.glob("runs.*"), *study.glob("failures/*.json")}):
             archive.add(path, path.relative_to(study))
-    if (study / LONGPPL).is_dir():
-        with tarfile.open(out / f"{LONGPPL}.tar.gz", "w:gz") as archive:
-            for path in sorted((study / LONGPPL).glob("*/*.json*")):
-                archive.add(path, path.relative_to(study / LONGPPL))
+    for kind in (LONGPPL, SHORT):
+        if found := sorted((study / kind).glob("*/*.json*")):
+            with tarfile.open(out / f"{kind}.tar.gz", "w:gz") as archive:
+                for path in found:
+                    archive.add(path, path.relative_to(study / kind))
     written = {path.name: path.stat().st_size for path in sorted(out.iterdir())}
     large = next((name for name, size in written.items() if size > most), None)
     if large is not None:
