@@ -7,9 +7,9 @@
     python tools/run_study.py short out --data eval --model MODEL --seed 0 base abf utk-80 cip-2
 
 A run trains, then it is scored. When one ends, the next starts. At most `--at-once` runs are active, of them at most
-`--training` before their scores: runs that train and runs that are scored together keep the GPU busier than runs in the
-same phase. At the limit all runs stop cleanly; the same command continues them. `--detach` returns at once and leaves
-the runs to a process of their own. Nothing here prints a score: those of the plan are read after the last run.
+`--training` before their scores: while one run starts, compiles or builds prompts, the others use the GPU. At the limit
+all runs stop cleanly; the same command continues them. `--detach` returns at once and leaves the runs to a process of
+their own. `start`, `status` and `pack` print no score: those of the plan are read after the last run.
 """
 
 import argparse
