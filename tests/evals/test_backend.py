@@ -10,7 +10,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from unspool.core.artifacts import read_manifest
-from unspool.evals import suites
+from unspool.core.errors import DataError
+from unspool.evals import heldout, suites
 from unspool.evals.backends import transformers
 from unspool.evals.backends.base import ROW_TOKENS
 from unspool.evals.backends.transformers import ModelBackend
@@ -22,6 +23,7 @@ from unspool.evals.suites.niah import NiahEval
 from unspool.evals.suites.perplexity import PerplexityEval
 from unspool.evals.suites.ruler import RulerEval
 from unspool.models.generation import greedy
+from unspool.models.tokenizer import load_tokenizer
 
 from .toy import TOY
 
@@ -126,12 +128,10 @@ def test_needles_in_rows_give_the_samples_they_give_alone(needles, scoring, mode
         if weight.dim() == 2:
             torch.nn.init.normal_(weight, std=0.4)
     # Numbers of one to four tokens: a row has to leave each of them the room it has alone.
-    rooms = iter([5, 8, 6, 7] * 100)
-    monkeypatch.setattr(niah, "answer_room", lambda tokenizer, references: next(rooms))
+    monkeypatch.setattr(niah, "answer_room", lambda tokenizer, references: 5 + int(references[0]) % 4)
     alone = EvalPlan([config], made.tokenizer, seed=0, root=scoring.root)
     wanted = [plain for unit in alone.units for plain in unit.score(made)]
     together = EvalPlan([config], made.tokenizer, seed=0, root=scoring.root)
-    rooms = iter([5, 8, 6, 7] * 100)
     together.pack_contexts(8192)
 
     assert [sample for unit in together.units for sample in unit.score(made)] == wanted
@@ -139,6 +139,39 @@ def test_needles_in_rows_give_the_samples_they_give_alone(needles, scoring, mode
     assert together.num_contexts == alone.num_contexts == len(alone.units) == 20 // needles
     assert together.prompt_tokens == alone.prompt_tokens
     assert len(together.units) == (2 if needles == 1 else 10)
+
+
+def test_prompts_of_a_row_are_built_in_threads_as_one_after_the_other(scoring, model_dir, monkeypatch):
+    config = NiahEval.model_validate({"suite": "niah", "lengths": [512], "samples": 24, "text": "held.txt"})
+    tokenizer = load_tokenizer(str(model_dir))
+    plan = EvalPlan([config], tokenizer, seed=0, root=scoring.root)
+    wanted = [unit.planned.prepare(unit) for unit in plan.units]
+    used = set()
+
+    def noted(config, materials, **given):
+        used.add(id(materials.tokenizer))
+        return niah.prompt(config, materials, **given)
+
+    monkeypatch.setattr(heldout, "THREADS", 3)
+    monkeypatch.setattr(heldout.os, "cpu_count", lambda: 8)
+    plan.evals[0].suite = replace(plan.evals[0].suite, build=noted)
+    plan.pack_contexts(1 << 20)
+    (row,) = plan.units
+    found = row.planned.prepare(row)
+    assert len(found.questions) == 24
+    for question, one in zip(found.questions, wanted, strict=True):
+        assert np.array_equal(question.ids, np.concatenate([one.context_ids, one.questions[0].ids]))
+        assert (question.reference, question.depth) == (one.questions[0].reference, one.questions[0].depth)
+    assert len(used) > 1 and id(tokenizer) not in used, "threads must not share the tokenizer"
+
+
+def test_an_error_in_a_thread_ends_the_row(scoring, model_dir, monkeypatch):
+    config = NiahEval.model_validate({"suite": "niah", "lengths": [512], "samples": 24, "text": "held.txt"})
+    plan = EvalPlan([config], load_tokenizer(str(model_dir)), seed=0, root=scoring.root)
+    plan.pack_contexts(1 << 20)
+    monkeypatch.setattr(niah, "_prose", lambda *_: (_ for _ in ()).throw(DataError("no text")))
+    with pytest.raises(DataError, match="no text"):
+        plan.units[0].planned.prepare(plan.units[0])
 
 
 def test_a_run_asks_for_needles_in_rows_of_its_device(scoring, model_dir, monkeypatch):

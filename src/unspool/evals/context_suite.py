@@ -1,16 +1,21 @@
 """Suites of generated contexts with one or more questions each, such as niah and key_value."""
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import groupby
+from queue import SimpleQueue
 from typing import Any
 
-from unspool.evals.heldout import PlanInputs
+from unspool.evals.heldout import Materials, PlanInputs
 from unspool.evals.prompt_encoder import PromptEncoder
 from unspool.evals.prompts import Prompt, group_prompts, merge_prompts
 from unspool.evals.scoring.answers import score_answer
 from unspool.evals.suite import Cell, PlannedEval, Sample, Suite, Unit
 from unspool.evals.summary import accuracy_cells
+
+# With fewer prompts, copying the tokenizer costs more than threads save.
+FEWEST_IN_THREADS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,15 +67,35 @@ class PlannedContexts(PlannedEval):
 
     def check(self) -> None:
         for length in dict.fromkeys(unit.length for unit in self.units):
-            self._build(length, 0)
+            self._cut(self._build(length, 0, self._materials))
 
     def prepare(self, unit: Unit) -> Prompt:
         count = unit.num_samples if self._per_context == 1 else 1
-        prompts = [self._build(unit.length, unit.index + at) for at in range(count)]
+        prompts = self._build_all(unit.length, range(unit.index, unit.index + count))
         return prompts[0] if count == 1 else merge_prompts(prompts)
 
-    def _build(self, length: int, index: int) -> Prompt:
-        prompt = self.suite.build(self.config, self._materials, length=length, seed=self._inputs.seed, index=index)
+    def _build_all(self, length: int, indices: range) -> list[Prompt]:
+        """Build in threads: nearly all the time is spent in the tokenizer, outside Python's lock."""
+        if len(indices) < FEWEST_IN_THREADS:
+            return [self._cut(self._build(length, index, self._materials)) for index in indices]
+        idle: SimpleQueue[Materials] = SimpleQueue()
+        for tokenizer in self._inputs.tokenizer_copies:
+            idle.put(replace(self._materials, tokenizer=tokenizer))
+
+        def build(index: int) -> Prompt:
+            materials = idle.get()
+            try:
+                return self._build(length, index, materials)
+            finally:
+                idle.put(materials)
+
+        with ThreadPoolExecutor(idle.qsize()) as pool:
+            return [self._cut(prompt) for prompt in pool.map(build, indices)]
+
+    def _build(self, length: int, index: int, materials: Materials) -> Prompt:
+        return self.suite.build(self.config, materials, length=length, seed=self._inputs.seed, index=index)
+
+    def _cut(self, prompt: Prompt) -> Prompt:
         return prompt if self._cut_to is None else self._encoder.cut(prompt, self._cut_to)
 
     def samples(self, unit: Unit, prepared: Prompt, answers: Sequence[str]) -> list[Sample]:

@@ -1,5 +1,7 @@
 """Held-out text for haystacks and token losses: the user's files, or the bundled book."""
 
+import copy
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,6 +20,7 @@ SHIPPED = "assets/demo/heldout.jsonl.zst"
 CHARS_PER_TOKEN = 8
 # Reading less saves no time.
 MIN_CHARS = 4_000_000
+THREADS = 4  # at most, that build prompts
 
 
 class Heldout(NamedTuple):
@@ -84,6 +87,11 @@ class PlanInputs:
     @cached_property
     def _documents(self) -> dict[str | None, list[str]]:
         return {text: heldout_documents(text, self.root, tokens=most) for text, most in self.heldout_tokens.items()}
+
+    @cached_property
+    def tokenizer_copies(self) -> list[Any]:
+        """One tokenizer per thread: a call changes settings that a call in another thread would read."""
+        return [copy.deepcopy(self.tokenizer) for _ in range(min(THREADS, os.cpu_count() or 1))]
 
     def materials(self, heldout: Heldout | None) -> Materials:
         documents = [] if heldout is None else self._documents[heldout.text]
