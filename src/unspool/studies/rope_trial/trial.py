@@ -174,8 +174,7 @@ class _Trial:
         logger.info(
             f"{short_name(request.model)} from {format_size(request.old_len)} to {format_size(request.context_len)}: "
             f"{count} candidate{'s' * (count != 1)}, {len(self.windows)} windows of "
-            f"{format_size(request.context_len)} tokens"
-            + (f"; {done} measured before" if done else "")
+            f"{format_size(request.context_len)} tokens" + (f"; {done} measured before" if done else "")
         )
         if self.training is not None:
             stage = self.training.stage()
