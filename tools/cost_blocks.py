@@ -1,5 +1,6 @@
 """Blocks of the page on cost: measured steps by length and mix, simulated ranks, projection, published speeds."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from unspool.core.table import markdown_lines
 from unspool.planning.step_time import documents
 
 PUBLISHED = "Ulysses, FlashAttention-3, offload, tiled MLP (UPipe paper)"
+OPTION = re.compile(r"--[a-z]+")  # of a command
 TITLE = "What length costs: 8B, one document per row"
 
 
@@ -155,7 +157,7 @@ def projection(settings: Mapping[str, Any]) -> Output:
         speed = f"{point['tokens_per_second']:,.0f} tokens/s, {point['mfu']:.0%}"
         row.append(f"{speed}, {point['peak_gib']:.0f} GiB<br>{_layout(point['layout'])}")
     head = ["shape, length", *(f"{count} GPUs" for count in counts)]
-    assumed = [f"- {sentence}" for sentence in found["assumptions"]]
+    assumed = ["- " + OPTION.sub(r"`\g<0>`", sentence) for sentence in found["assumptions"]]
     note = f"`plan` for {found['gpu']}: speed per GPU, MFU, peak memory, and the layout that it chooses."
     table = markdown_lines(head, list(rows.values()))
     return Output(text="\n".join([note, "", *table, "", "Assumptions:", "", *assumed]))
