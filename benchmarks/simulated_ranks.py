@@ -47,7 +47,11 @@ def main() -> None:
     parser.add_argument("--network", type=float, metavar="GB/S", help="bandwidth between machines")
     parser.add_argument("--out", type=Path, help=f"write results here ({RESULTS.name}); cases not run keep theirs")
     parser.add_argument("--expect", action="store_true", help="print layouts and expected seconds; run nothing")
-    parser.add_argument("--small", action="store_true", help="tiny shapes on the CPU, to test the benchmark itself")
+    parser.add_argument(
+        "--small",
+        action="store_true",
+        help="tiny shapes on the CPU in fp32, to test the benchmark itself; bytes are not those of the plan",
+    )
     args = parser.parse_args()
     deadline = time.monotonic() + args.budget
     results: dict[str, dict[str, Any]] = {}

@@ -1,5 +1,6 @@
 """Blocks of the page on cost: measured steps by length and mix, simulated ranks, projection, published speeds."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,7 +18,8 @@ from unspool.core.table import markdown_lines
 from unspool.planning.step_time import documents
 
 PUBLISHED = "Ulysses, FlashAttention-3, offload, tiled MLP (UPipe paper)"
-TITLE = "What length costs: 8B shape, one document per row"
+OPTION = re.compile(r"--[a-z]+")  # of a command
+TITLE = "What length costs: 8B, one document per row"
 
 
 def cost(settings: Mapping[str, Any]) -> Output:
@@ -50,9 +52,9 @@ def _figure(mine: Sequence[CostPoint], theirs: Sequence[CostPoint]) -> Markup:
     tops = [CostPoint(tokens=tokens, tokens_per_second=roof(documents([tokens]))) for tokens in lengths]
     series = {"ours, 1 × H200": mine, "peer, 1 × H200": theirs, "roof": tops, "UPipe paper, 8 × H100": others}
     panels = [
-        ("GPU seconds per million tokens", "seconds_per_million", lambda value: f"{value:,.0f}", None),
+        ("GPU hours per billion tokens", "hours_per_billion", lambda value: f"{value:,.0f}", None),
         ("model FLOP utilization", "mfu", lambda value: f"{value:.0%}", (0.0, 1.0)),
-        ("peak memory, GiB", "peak_gib", lambda value: f"{value:g}", (0.0, 140.0)),
+        ("peak memory, GiB (memory settings differ)", "peak_gib", lambda value: f"{value:g}", (0.0, 140.0)),
     ]
     parts = [element("style", Markup(MARKS)), text(14, 24, TITLE, "title")]
     parts += legend(48, list(enumerate(series)), columns=2)
@@ -152,12 +154,13 @@ def projection(settings: Mapping[str, Any]) -> Output:
         row = rows.setdefault(
             (point["model"], point["context_length"]), [f"{point['model']}, {format_size(point['context_length'])}"]
         )
-        speed = f"{point['tokens_per_second']:,.0f}, {point['mfu']:.0%}"
-        row.append(f"{speed}, {point['peak_gib']:.0f} ({_layout(point['layout'])})")
+        speed = f"{point['tokens_per_second']:,.0f} tokens/s, {point['mfu']:.0%}"
+        row.append(f"{speed}, {point['peak_gib']:.0f} GiB<br>{_layout(point['layout'])}")
     head = ["shape, length", *(f"{count} GPUs" for count in counts)]
-    assumed = [f"- {sentence}" for sentence in found["assumptions"]]
-    note = f"Tokens/s per GPU, MFU, peak GiB (layout), on {found['gpu']}. It assumes:"
-    return Output(text="\n".join([*markdown_lines(head, list(rows.values())), "", note, "", *assumed]))
+    assumed = ["- " + OPTION.sub(r"`\g<0>`", sentence) for sentence in found["assumptions"]]
+    note = f"`plan` for {found['gpu']}: speed per GPU, MFU, peak memory, and the layout that it chooses."
+    table = markdown_lines(head, list(rows.values()))
+    return Output(text="\n".join([note, "", *table, "", "Assumptions:", "", *assumed]))
 
 
 def published_speed(settings: Mapping[str, Any]) -> Output:

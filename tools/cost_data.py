@@ -33,8 +33,8 @@ class CostPoint:
         return mfu(self.tokens_per_second, documents([self.tokens]))
 
     @property
-    def seconds_per_million(self) -> float:
-        return 1e6 / self.tokens_per_second
+    def hours_per_billion(self) -> float:
+        return 1e9 / self.tokens_per_second / 3600
 
 
 def mfu(tokens_per_second: float, docs: Documents) -> float:

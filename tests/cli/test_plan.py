@@ -203,3 +203,8 @@ def test_links_are_given_in_gigabytes_per_second():
     refused = run("prolong-64k", "--gpu", "h200", "--count", 8, "--link", 0)
     assert refused.exit_code == 2
     assert "--link" in refused.output and "Traceback" not in refused.output
+
+
+def test_an_infinite_bandwidth_is_refused():
+    done = run("smollm2-32k", "--gpu", "h200", "--count", 8, "--link", "inf")
+    assert done.exit_code == 2 and "Invalid value for '--link'" in done.output

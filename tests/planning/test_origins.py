@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from unspool.core.errors import ConfigError
 from unspool.planning.calibration import Calibration
 from unspool.planning.cost import find_gpu
 from unspool.planning.fit import Machine
@@ -56,7 +57,9 @@ def test_several_gpus_compute_at_fitted_rates_and_wait_by_a_model(eight: Plan) -
     assert origins["seconds.matmul"] == FITTED
     assert origins["seconds.waiting"] == origins["seconds.step"] == origins["mfu"] == MODELED
     text = str(eight)
-    assert "links  360 GB/s per GPU inside a machine of 8, 40 GB/s between machines (assumed" in text
+    assert "links  360 GB/s per GPU inside a machine of 8 (assumed: 80% of the data sheet; set it with --link)" in text
+    assert "40 GB/s between machines (assumed: 80% of a 400 Gbit/s card; set it with --network)" in text
+    assert "terms  fitted: " in text and "measured: steps of a few layers" not in text, "only terms that occur"
     assert "s of waiting modeled; step, time and MFU modeled" in text
 
 
@@ -106,3 +109,15 @@ def test_a_calibration_stays_when_links_change(eight: Plan) -> None:
     plan = plan_recipe(loaded, machine, measured=calibration(eight))
     assert plan.on_links(inside=100).rates == plan.rates
     assert plan.rates.startswith("measured: ")
+
+
+def test_a_given_bandwidth_stays_when_the_other_changes() -> None:
+    plan = planned().on_links(inside=200).on_links(between=5)
+    assert (plan.machine.link, plan.machine.network) == (200, 5)
+    assert "links  200 GB/s per GPU inside a machine of 8 (given), 5 GB/s between machines (given)" in str(plan)
+
+
+@pytest.mark.parametrize("wrong", [0, -1, math.nan])
+def test_impossible_bandwidths_are_refused(wrong: float) -> None:
+    with pytest.raises(ConfigError, match=r"`inside=.*`: a bandwidth must be above 0 GB/s"):
+        planned().on_links(inside=wrong)

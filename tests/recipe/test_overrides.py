@@ -76,6 +76,13 @@ def test_an_override_of_several_lines_is_quoted_on_one(problems):
     assert sentence.startswith("`overrides='stages.0.mix= lng: 1'`: stages.0.mix.lng")
 
 
+def test_a_long_override_is_quoted_without_its_end(problems):
+    (sentence,) = problems(sets=[f"stages.0.mix.lng=[{'1, ' * 200}]"])
+    label, _, rest = sentence.partition("`: ")
+    assert label.startswith("`overrides='stages.0.mix.lng=[1, 1") and label.endswith("…'")
+    assert len(label) < 120 and rest.startswith("stages.0.mix.lng")
+
+
 def test_problems_of_the_file_keep_their_line_next_to_those_of_overrides(problems):
     first, second = problems("lr: 1e-5", "lr: fast", sets=["stages.1.lr=slow"])
     assert first.startswith("small.yaml:18: stages.0.lr")

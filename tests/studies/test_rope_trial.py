@@ -405,10 +405,11 @@ def test_the_command_prints_the_table_the_lines_and_json(books, tmp_path):
         (("--candidate", "abf:base"), "--candidate 'abf:base': write METHOD:KEY=VALUE,…"),
         (("--context", "256"), "--context 256: the model's context is 256 already; give a longer one."),
         (("--context", "long"), "--context long: write a size"),
-        (("--windows", "1"), "--windows 1: differences need at least 2 windows"),
+        (("--windows", "1"), "--windows 1: write a whole number of at least 2"),
         (("--windows", "900"), "has only 500 windows of 512 tokens, and 900 are wanted; give --windows 500"),
         (("--context", "256K"), "the bundled held-out text has no windows of 256K tokens"),
         (("--text", "none.txt"), "path 'none.txt' does not exist"),
+        (("--text", ""), "--text is empty; give a file, a folder or a pattern"),
         (("--set", "lr=1e-3"), "--set works only with --tokens"),
         (("--train-text", "x.txt"), "--train-text works only with --tokens"),
         (("--tokens", "128"), "--tokens 128 do not fill one row of 512"),
@@ -426,6 +427,22 @@ def test_a_mistake_is_one_sentence_and_leaves_nothing(options, wanted, tmp_path)
     assert done.exit_code == 2, done.output
     assert wanted in done.stderr and "Traceback" not in done.output
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "wanted"),
+    [({"windows": 2.5}, "`windows=2.5`: write a whole number"), ({"seed": -1}, "`seed=-1`: write a whole number")],
+)
+def test_wrong_numbers_are_refused_in_python(wrong, wanted, tmp_path):
+    with pytest.raises(ConfigError, match=wanted):
+        unspool.try_rope(MODEL, "512", ["yarn"], **{"windows": 2, **wrong}, out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_single_candidate_needs_no_list(small, books, tmp_path):
+    for given in ("yarn", unspool.YaRN()):
+        found = unspool.try_rope(small, 128, given, text=books, windows=2, device="cpu", out=tmp_path / "out")
+        assert [one.label for one in found.ranked] == ["yarn"]
 
 
 def test_options_of_a_trial_are_refused_without_one():

@@ -231,7 +231,7 @@ def eval_(
         "timeout": timeout,
         "sandboxed": sandboxed,
         "budget": budget,
-        "suite_settings": read_settings(suite_settings or []),
+        "suite_settings": read_settings(suite_settings or [], example="wordings=all"),
     }
     suites, sizes = (None if given is None else _names(given) for given in (suite, lengths))
     if lm_eval is not None:

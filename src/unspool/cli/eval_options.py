@@ -83,13 +83,13 @@ def print_parity(found: dict[str, Any], as_json: bool) -> None:
         raise typer.Exit(FAILED)
 
 
-def read_settings(given: list[str]) -> dict[str, Any]:
+def read_settings(given: list[str], *, example: str) -> dict[str, Any]:
     """Parse `KEY=VALUE` pairs; a value with commas is a list."""
     found: dict[str, Any] = {}
     for text in given:
         key, equals, value = text.partition("=")
         if not equals or not key or not value:
-            raise ConfigError(f"--set {text!r}: write KEY=VALUE, such as --set wordings=all.")
+            raise ConfigError(f"--set {text!r}: write KEY=VALUE, such as --set {example}.")
         try:
             found[key] = yaml.safe_load(f"[{value}]" if "," in value and value[0] not in "[{" else value)
         except yaml.YAMLError as error:

@@ -10,6 +10,8 @@ from unspool.core.console import PlainConsole, print_json
 from unspool.core.errors import ConfigError
 from unspool.planning.cost import GPUS
 
+MAX_BANDWIDTH = 1e6  # GB/s
+
 
 def plan(
     recipe: RecipeArgument,
@@ -43,18 +45,19 @@ def plan(
         float | None,
         typer.Option(
             min=1e-3,
+            max=MAX_BANDWIDTH,
             metavar="GB/S",
-            help="Bandwidth that a GPU reaches to the others of its machine, each direction. Default: 80% of the data "
-            "sheet.",
+            help="Bandwidth per GPU inside a machine, in each direction. Default: 80% of the data sheet.",
         ),
     ] = None,
     network: Annotated[
         float | None,
         typer.Option(
             min=1e-3,
+            max=MAX_BANDWIDTH,
             metavar="GB/S",
-            help="Bandwidth that a GPU reaches to other machines, each direction. Default: 40, which is 80% of a 400 "
-            "Gbit/s card.",
+            help="Bandwidth per GPU between machines, in each direction. Default: 40, which is 80% of a 400 Gbit/s "
+            "card.",
         ),
     ] = None,
     overrides: Override = None,
@@ -69,6 +72,8 @@ def plan(
         unspool plan smollm2-32k --gpu 4090
 
         unspool plan prolong-512k --gpu h100 --count 8 --host-mem 1.9T --price 2.5
+
+        unspool plan prolong-64k --gpu h200 --count 64 --host-mem 2T --link 300 --network 25
 
         unspool plan tiny --gpu this --measure
     """

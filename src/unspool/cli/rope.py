@@ -151,7 +151,7 @@ def _try(model: str, context_length: str, given: dict[str, Any], *, as_json: boo
         for option, value in given.items()
         if value is not None
     }
-    options["stage_settings"] = read_settings(options.get("stage_settings", []))
+    options["stage_settings"] = read_settings(options.get("stage_settings", []), example="lr=1e-4")
     found = try_rope(model, context_length, **options)
     if as_json:
         print_json(found.to_dict())

@@ -46,6 +46,10 @@ class Machine:
     network: float | None = None
 
     @property
+    def has_given_links(self) -> bool:
+        return self.link is not None or self.network is not None
+
+    @property
     def speed(self) -> DeviceSpeed:
         speed = device_speed(self.gpu)
         inside = speed.links.inside if self.link is None else 1e9 * self.link

@@ -1,5 +1,6 @@
 """Origin of a plan's numbers: measured, fitted or modeled, and the bandwidths that it assumes."""
 
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -11,7 +12,7 @@ MEASURED, FITTED, MODELED = "measured", "fitted", "modeled"
 LEGEND = {
     MEASURED: "steps of a few layers timed on this device, extended to all layers",
     FITTED: "computed with rates fitted to measured steps",
-    MODELED: "computed from shapes, data sheets and bandwidths; not measured",
+    MODELED: "computed from shapes, data sheets and bandwidths, not measured",
 }
 
 
@@ -46,14 +47,20 @@ def describe_origins(chosen: Estimate, measured: Calibration | None) -> str:
     )
 
 
+def describe_terms(chosen: Sequence[Estimate], measured: Calibration | None) -> str:
+    """Explain the origins that occur in the estimates."""
+    used = {origin for one in chosen for origin in number_origins(one, measured).values()}
+    return "; ".join(f"{name}: {meaning}" for name, meaning in LEGEND.items() if name in used)
+
+
 def describe_links(machine: Machine) -> str:
     """Return the bandwidths between GPUs, and whether they were given or assumed."""
     links = machine.speed.links
-    given = (machine.link is not None) + (machine.network is not None)
-    origin = "assumed: 80% of the data sheet, or of a 400 Gbit/s card; change them with --link and --network"
+    inside = "given" if machine.link is not None else "assumed: 80% of the data sheet; set it with --link"
+    between = "given" if machine.network is not None else "assumed: 80% of a 400 Gbit/s card; set it with --network"
     return (
-        f"{links.inside / 1e9:.4g} GB/s per GPU inside a machine of {links.node}, {links.between / 1e9:.4g} GB/s "
-        f"between machines ({origin if given == 0 else 'given' if given == 2 else 'one given, one assumed'})"
+        f"{links.inside / 1e9:.4g} GB/s per GPU inside a machine of {links.node} ({inside}), "
+        f"{links.between / 1e9:.4g} GB/s between machines ({between})"
     )
 
 

@@ -11,7 +11,7 @@ from unspool.core.sizes import format_count, format_size
 from unspool.models.memory.policy import MemoryPolicy
 from unspool.planning.fit import GIB, Estimate, Machine, set_arguments
 from unspool.planning.footprint import PARTS
-from unspool.planning.origins import LEGEND, describe_links, describe_origins
+from unspool.planning.origins import describe_links, describe_origins, describe_terms
 from unspool.recipe.launch import describe_layout
 
 if TYPE_CHECKING:
@@ -24,10 +24,10 @@ def print_plan(console: Console, found: "Plan") -> None:
     console.print(f"{found.loaded.recipe.name} on {machine.count} × {machine.gpu.title}", style="bold", soft_wrap=True)
     console.print(f"model  {format_count(shape.params)} parameters ({found.model.origin})", soft_wrap=True)
     console.print(f"rates  {found.rates}", soft_wrap=True)
-    if machine.count > 1:
+    if machine.count > 1 or machine.has_given_links:
         console.print(f"links  {describe_links(machine)}", soft_wrap=True)
-        legend = "; ".join(f"{name}: {meaning}" for name, meaning in LEGEND.items())
-        console.print(f"terms  {legend}", soft_wrap=True)
+    if machine.count > 1 and (chosen := [planned.chosen for planned in found.stages if planned.chosen]):
+        console.print(f"terms  {describe_terms(chosen, found.measured)}", soft_wrap=True)
     console.print()
     _print_sources(console, found)
     for planned in found.stages:
@@ -188,5 +188,5 @@ def _epochs(use: Any) -> str:
 def _table(*columns: str) -> Any:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for column in columns:
-        table.add_column(column, no_wrap=not column.startswith("how"))
+        table.add_column(column, no_wrap=not column.startswith("origin"))
     return table

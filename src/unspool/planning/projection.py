@@ -68,8 +68,8 @@ def assumptions(plan: Plan) -> list[str]:
     return [
         f"Rates of one GPU: {plan.rates}.",
         f"Bandwidths: {describe_links(replace(plan.machine, count=2))}; the same for any number of machines.",
-        "Weights of other ranks overlap with all computing, keys of a ring with the backward pass of attention, heads "
-        "of Ulysses with nothing.",
+        "Gathering weights overlaps with all computation. A ring's keys and values overlap with the backward pass of "
+        "attention. The exchanges of Ulysses overlap with nothing.",
         "All ranks are equally fast and have rows of equal cost: no stragglers, checkpoints, restarts or loading.",
         f"A step has {', '.join(format_size(size) for size in batches)} tokens on any number of GPUs.",
     ]

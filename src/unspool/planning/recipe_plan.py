@@ -104,13 +104,23 @@ class Plan:
     def on_links(self, *, inside: float | None = None, between: float | None = None) -> "Plan":
         """Plan again for links of other bandwidths: GB/s that a GPU reaches inside its machine, and between machines.
 
+        A bandwidth that is not given stays as it is. Raises ConfigError if one is not above 0.
+
         Example:
             >>> import unspool
             >>> plan = unspool.plan("tiny", gpu="h100").on_links(inside=200)
             >>> plan.fits
             True
         """
-        machine = replace(self.machine, link=inside, network=between)
+        for name, value in (("inside", inside), ("between", between)):
+            if value is not None and not value > 0:
+                raise ConfigError(f"`{name}={value!r}`: a bandwidth must be above 0 GB/s.")
+        machine = self.machine
+        machine = replace(
+            machine,
+            link=machine.link if inside is None else inside,
+            network=machine.network if between is None else between,
+        )
         found = plan_recipe(self.loaded, machine, model=self.model_from, measured=self.measured)
         return replace(found, price=self.price)
 
@@ -179,7 +189,7 @@ def _rates(machine: Machine, measured: Calibration | None) -> str:
     if machine.gpu.is_cpu:
         return f"{machine.gpu.rates}, measured here for a second; measuring whole steps is more accurate"
     if machine.gpu.measured:
-        links = "; what lies between GPUs is modeled" if machine.count > 1 else ""
+        links = "; communication between GPUs is modeled" if machine.count > 1 else ""
         return f"fitted to steps measured on one {machine.gpu.title}{links}"
     return f"estimated: rates of an H200, scaled by the data sheet of {machine.gpu.title}"
 
@@ -344,7 +354,7 @@ def as_plain(plan: Plan) -> dict[str, Any]:
             "room_gib": machine.room / GIB,
             "host_room_gib": machine.host_room / GIB,
             "rates": plan.rates,
-            "links": plain_links(machine) if machine.count > 1 else None,
+            "links": plain_links(machine) if machine.count > 1 or machine.has_given_links else None,
         },
         "origin_words": LEGEND,
         "model": {"origin": plan.model.origin, "parameters": plan.model.shape.params, **asdict(plan.model.shape)},

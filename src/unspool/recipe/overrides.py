@@ -5,13 +5,16 @@ from typing import Any
 
 from unspool.core.config import did_you_mean
 from unspool.core.errors import ConfigError
+from unspool.core.formatting import clip
 from unspool.recipe.json_schema import Shape, child, describe, dotted, form_of, forms, keys, recipe_schema, unknown_key
 from unspool.recipe.yaml_lines import Marks, Place, Problem, read_yaml
 
+LONGEST_LABEL = 100  # characters
+
 
 def override_label(text: str) -> str:
-    """How messages name an override such as `stages.0.lr=2e-5`, on one line."""
-    return f"`overrides={' '.join(text.split())!r}`"
+    """How messages name an override such as `stages.0.lr=2e-5`: on one line, without the end of a long value."""
+    return f"`overrides={clip(' '.join(text.split()), LONGEST_LABEL)!r}`"
 
 
 def apply_overrides(data: dict[str, Any], marks: Marks, overrides: list[str]) -> list[Problem]:

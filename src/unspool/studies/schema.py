@@ -129,7 +129,8 @@ def _merge_problems(arm: Mapping[str, Any], place: Place, arms: Mapping[str, Any
         text = f"an arm with merge is not trained, so it cannot have {extra[0]!r}; change arm {merge.arm} instead."
         yield Problem(place=place, text=text)
     if merge.arm not in arms:
-        yield Problem(place=place, text=unknown_arm(merge.arm, list(arms)))
+        trained = [name for name, arm in arms.items() if not (isinstance(arm, dict) and arm.get("merge") is not None)]
+        yield Problem(place=place, text=unknown_arm(merge.arm, trained))
     elif isinstance(arms[merge.arm], dict) and arms[merge.arm].get("merge") is not None:
         yield Problem(place=place, text=f"arm {merge.arm} is not trained either; name a trained arm.")
 

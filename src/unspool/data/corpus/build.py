@@ -204,7 +204,7 @@ def _ratio_filter(
         if load_ratios(folder, rank) is None:
             logger.warning(f"{label}: the gzip ratios of task {rank} are damaged; measuring its documents again")
             forget_task(folder, rank)
-    logger.info(f"{label}: measuring the gzip ratio of all documents, in {len(tasks)} tasks")
+    logger.info(f"{label}: measuring the gzip ratio of all documents")
     step = MeasureRatios(source, tasks, folder, seed=seed)
     count = len(tasks)
     run_tasks([step], folder, ranks=range(count), num_tasks=count, engine=engine, label=f"{label}, gzip ratios")

@@ -4,6 +4,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +71,13 @@ def check_request(given: Request) -> Request:
     """Return the request with its paths resolved; ConfigError if an argument is wrong."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError("a trial of RoPE methods runs in one process; start it without torchrun.")
-    if given.windows < MIN_WINDOWS:
-        raise ConfigError(f"`windows={given.windows}`: differences need at least {MIN_WINDOWS} windows; give more.")
+    if not isinstance(given.windows, Integral) or given.windows < MIN_WINDOWS:
+        raise ConfigError(f"`windows={given.windows}`: write a whole number of at least {MIN_WINDOWS}.")
+    if not isinstance(given.seed, Integral) or given.seed < 0:
+        raise ConfigError(f"`seed={given.seed}`: write a whole number of at least 0.")
+    for name, path in (("text", given.text), ("train_text", given.train_text)):
+        if path is not None and not path.strip():
+            raise ConfigError(f"`{name}` is empty; give a file, a folder or a pattern, or leave it out.")
     for name, value in (("train_text", given.train_text), ("stage_settings", given.settings)):
         if value and given.num_tokens is None:
             raise ConfigError(f"`{name}` works only with `tokens`, which trains the candidates; give it too.")
@@ -98,7 +104,9 @@ def _size(value: int | str, name: str) -> int:
         raise ConfigError(f"`{name}={str(value)!r}`: {error}.") from None
 
 
-def choose_candidates(request: Request, given: Sequence[str | RopeMethod]) -> tuple[list[Candidate], dict[str, str]]:
+def choose_candidates(
+    request: Request, given: str | RopeMethod | Sequence[str | RopeMethod]
+) -> tuple[list[Candidate], dict[str, str]]:
     """Return the candidates that may fit the model, and why the others are skipped."""
     rope, context_len = request.rope, request.context_len
 
@@ -106,7 +114,8 @@ def choose_candidates(request: Request, given: Sequence[str | RopeMethod]) -> tu
         with progress_bar("RoPE bases tried", None) as advance:
             return default_candidates(rope, context_len, advance=lambda done: advance(done))
 
-    found, with_defaults = read_candidates(given, defaults)
+    several = [given] if isinstance(given, str | RopeMethod) else given
+    found, with_defaults = read_candidates(several, defaults)
     skipped = dict.fromkeys(left_out(found) if with_defaults else (), "no settings for this model")
     if "harpe" in skipped and rope.num_kv_heads == 1:
         skipped["harpe"] = "this model has a single KV head, so only one base"

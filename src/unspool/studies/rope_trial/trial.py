@@ -40,7 +40,7 @@ UNCHANGED = "unchanged"
 def try_rope(
     model: str | Path,
     context_length: int | str,
-    candidates: Sequence[str | RopeMethod] = (),
+    candidates: str | RopeMethod | Sequence[str | RopeMethod] = (),
     *,
     tokens: int | str | None = None,
     text: str | Path | None = None,
@@ -173,8 +173,8 @@ class _Trial:
         request = self.request
         logger.info(
             f"{short_name(request.model)} from {format_size(request.old_len)} to {format_size(request.context_len)}: "
-            f"{count} candidates, {len(self.windows)} windows of {format_size(request.context_len)} tokens"
-            + (f"; {done} candidates were measured before" if done else "")
+            f"{count} candidate{'s' * (count != 1)}, {len(self.windows)} windows of "
+            f"{format_size(request.context_len)} tokens" + (f"; {done} measured before" if done else "")
         )
         if self.training is not None:
             stage = self.training.stage()

@@ -85,10 +85,11 @@ def _too_short(text: str | None, length: int, count: int, available: int, longes
             f"{source} has only {available} windows of {size} tokens, and {count} are wanted; give "
             f"`windows={available}`, a shorter context or more long documents as `text`."
         )
+    found = f"{available or 'no'} window{'s' * (available != 1)} of {size} tokens"
+    has = f"; its longest document has {longest:,}" if longest else ", because its documents are shorter"
     return (
-        f"{source} has {available or 'no'} window{'s' * (available != 1)} of {size} tokens (its longest document "
-        f"with that many bytes has {longest:,} tokens), and a trial needs at least {MIN_WINDOWS}; give a shorter "
-        "context or longer documents as `text`."
+        f"{source} has {found}{has}. A trial needs at least {MIN_WINDOWS} windows; give a shorter context or longer "
+        "documents as `text`."
     )
 
 

@@ -213,3 +213,10 @@ def test_a_phrase_is_words_with_spaces_only_and_its_ends_have_meaning():
 def test_wrong_settings_are_refused(settings, problem):
     with pytest.raises(ValidationError, match=problem):
         Aggregation.model_validate(settings)
+
+
+def test_the_log_counts_documents_and_tasks():
+    assert describe_tasks({"documents": 1, "passages": 2}) == "inserted tasks into 1 document: 2 passages"
+    assert describe_tasks({"documents": 2, "word_counts": 3, "documents_unsuitable": 1}) == (
+        "inserted tasks into 2 documents: 3 word_counts; 1 too short or without repeated words"
+    )

@@ -39,8 +39,9 @@ def describe_tasks(counts: Mapping[str, int]) -> str:
     """Describe the summed counts of many documents."""
     names = [name for name in sorted(counts) if name not in (DOCUMENTS, UNSUITABLE)]
     inserted = join_words([f"{counts[name]:,} {name}" for name in names]) or "none"
-    unsuitable = f"; {counts[UNSUITABLE]:,} documents are unsuitable" if counts.get(UNSUITABLE) else ""
-    return f"inserted tasks into {counts.get(DOCUMENTS, 0):,} documents: {inserted}{unsuitable}"
+    changed, unsuitable = counts.get(DOCUMENTS, 0), counts.get(UNSUITABLE, 0)
+    skipped = f"; {unsuitable:,} too short or without repeated words" if unsuitable else ""
+    return f"inserted tasks into {changed:,} document{'s' * (changed != 1)}: {inserted}{skipped}"
 
 
 def sections_with_tasks(config: Aggregation, text: str, rng: np.random.Generator) -> list[tuple[str, str, str]]:
