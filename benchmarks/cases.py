@@ -86,7 +86,8 @@ class Case:
     def with_layers(self, layers: int) -> "Case":
         """Keep products in the same share of layers."""
         share = layers / self.shape["num_hidden_layers"]
-        kept = {key: round(self.settings[key] * share) for key in ("keep_products", "keep_on_host")}
+        keys = ("keep_products", "keep_on_host")
+        kept = {key: round(self.settings[key] * share) for key in keys if key in self.settings}
         return replace(self, shape=self.shape | {"num_hidden_layers": layers}, settings=self.settings | kept)
 
     def as_small(self) -> "Case":
@@ -129,6 +130,26 @@ CASES = {
         goal=3200,
         timed=1,
         settings=LARGE | {"offload": True, "keep_products": 8, "keep_on_host": 5},
+    ),
+}
+# What length costs (docs/results/cost.md): steps of 64K tokens, and one row of 256K. Not measured by default.
+LENGTHS = {
+    "8b-8x8k": Case(
+        shape=LLAMA_8B,
+        length=8 << 10,
+        rows_per_step=8,
+        timed=3,
+        settings=LARGE | {"activation_checkpointing": "none"},
+    ),
+    "8b-4x16k": Case(shape=LLAMA_8B, length=16 << 10, rows_per_step=4, settings=LARGE | {"keep_products": 32}),
+    "8b-2x32k": Case(
+        shape=LLAMA_8B,
+        length=32 << 10,
+        rows_per_step=2,
+        settings=LARGE | {"offload": True, "keep_products": 30, "keep_on_host": 8},
+    ),
+    "8b-256k": Case(
+        shape=LLAMA_8B, length=256 << 10, timed=1, settings=LARGE | {"offload": True, "mlp_tiles": 64 << 10}
     ),
 }
 # Only for plan.py: one row of 8K, no recomputation.

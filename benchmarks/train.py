@@ -2,6 +2,7 @@
 
     python benchmarks/train.py [--cases 135m-32k 8b-64k 8b-prolong 8b-128k] [--columns product loop peer]
         [--budget 400] [--rounds 2] [--layers 16] [--profile] [--save]
+    python benchmarks/train.py --cases 8b-8x8k 8b-4x16k 8b-2x32k 8b-256k --columns loop peer peer-plain
     python benchmarks/train.py --add FILE   add the results that --out wrote on another machine
 
 - product: `unspool train` with a recipe. A step is timed on the device from the end of the previous step to its own
@@ -10,6 +11,8 @@
 - loop: optimizer steps of the same stage on the same rows, and nothing else. Goal: the product reaches 97% of it.
 - peer: Liger's kernels, SDPA, gradient checkpointing (8B), torch's fused AdamW in bf16. It has no document mask, so
   ProLong's mix (five rows of one document to three of short ones) takes it as long as 64K.
+- 8b-8x8k and the like, if asked for: what length costs (docs/results/cost.md); eight rows of 8K are one step.
+- peer-plain, if asked for: the peer without gradient checkpointing, which short rows do not need.
 - fp8, if asked for: the loop with `fp8_model.py`, an experiment.
 - 8B at 64K and ProLong's mix differ only in their rows, so both are measured in one run.
 
@@ -29,10 +32,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from cases import CASES, Case, tokens_per_second
+from cases import CASES as HEADLINE
+from cases import LENGTHS, Case, tokens_per_second
 from processes import in_own_process
 
-COLUMNS = ("product", "loop", "peer", "fp8")
+CASES = HEADLINE | LENGTHS
+COLUMNS = ("product", "loop", "peer", "peer-plain", "fp8")
 RESULTS = Path(__file__).parent / "results" / "train.json"
 LOOP_GOAL = 0.97  # of the loop's rate
 LEAST_SECONDS = 20.0  # with less left, no column is started
@@ -41,7 +46,7 @@ NO_GPU = 2
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(HEADLINE))
     parser.add_argument("--columns", nargs="+", choices=COLUMNS, default=list(COLUMNS[:3]))
     parser.add_argument("--budget", type=float, default=float("inf"), metavar="SECONDS", help="stop after this time")
     parser.add_argument("--rounds", type=int, default=1, help="how often to measure everything")
@@ -87,7 +92,7 @@ def order(cases: list[str], columns: list[str], rounds: int, *, in_budget: bool)
                 own.reverse()
             found += [(case, column) for column in own]
         if in_budget and turn == 0:
-            found.sort(key=lambda one: one[1] == "peer")
+            found.sort(key=lambda one: one[1].startswith("peer"))
     return found
 
 
@@ -96,7 +101,7 @@ def measure(case: str, column: str, folder: Path, seconds: float, args: argparse
         print(f"{case} {column}: not run, budget spent", flush=True)
         return {"error": "not run, budget spent"}
     began = time.monotonic()
-    options = ["--small"] * args.small + ["--profile"] * (args.profile and column != "peer")
+    options = ["--small"] * args.small + ["--profile"] * (args.profile and not column.startswith("peer"))
     options += ["--layers", str(args.layers)] if args.layers else []
     script = str(Path(__file__).with_name("train_columns.py"))
     limit = None if seconds == float("inf") else seconds
@@ -142,7 +147,8 @@ def add_column(case: dict[str, Any], column: str, found: dict[str, Any]) -> None
 def ratios(columns: dict[str, Any], peer: dict[str, Any]) -> dict[str, float]:
     """Ratios of the product's rate to those of the other columns, and of FP8's to that of the loop."""
     product = columns.get("product", {}).get("tokens_per_second")
-    rates = {name: side.get("tokens_per_second") for name, side in (("loop", columns.get("loop", {})), ("peer", peer))}
+    sides = {"loop": columns.get("loop", {}), "peer": peer, "peer-plain": columns.get("peer-plain", {})}
+    rates = {name: side.get("tokens_per_second") for name, side in sides.items()}
     found = {f"product_to_{name}": round(product / rate, 4) for name, rate in rates.items() if product and rate}
     fp8 = columns.get("fp8", {}).get("tokens_per_second")
     return found | ({"fp8_to_loop": round(fp8 / rates["loop"], 4)} if fp8 and rates["loop"] else {})
@@ -182,6 +188,12 @@ def table(results: dict[str, dict[str, Any]]) -> str:
         goal = "" if to_loop is None or to_loop >= LOOP_GOAL else f" (goal {LOOP_GOAL})"
         shown = ["–" if ratio is None else f"{ratio:.3f}" for ratio in (to_loop, to_peer)]
         lines.append(f"| {case} | {rates[0]} | {rates[1]} | {shown[0]}{goal} | {_rate(peer)} | {shown[1]} |")
+    lines += [
+        f"{case}: product ÷ peer without gradient checkpointing ({_rate(columns['peer-plain'])}) "
+        f"{ratios(columns, {})['product_to_peer-plain']:.3f}"
+        for case, columns in results.items()
+        if "product_to_peer-plain" in ratios(columns, {})
+    ]
     lines += [
         f"{case} in FP8: {_rate(columns['fp8'])}, {ratios(columns, {}).get('fp8_to_loop', '–')} of its loop"
         for case, columns in results.items()

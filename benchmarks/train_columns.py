@@ -18,7 +18,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from cases import CASES, PLANNED, Case, plan_steps, tokens_per_second, write_model_files, write_recipe
+from cases import (
+    CASES,
+    LENGTHS,
+    LLAMA_8B,
+    PLANNED,
+    Case,
+    plan_steps,
+    tokens_per_second,
+    write_model_files,
+    write_recipe,
+)
 from fp8_model import use_fp8
 from gpu import machine, require_gpu
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -220,7 +230,7 @@ def loop(case: Case, folder: Path, *, profile: bool, fp8: bool = False) -> None:
 # The peer
 
 
-def peer(case: Case, folder: Path, *, profile: bool) -> None:
+def peer(case: Case, folder: Path, *, profile: bool, checkpointing: bool = True) -> None:
     """Run stock `transformers` with Liger's kernels."""
     if not case.small:
         from liger_kernel.transformers import apply_liger_kernel_to_llama
@@ -232,7 +242,7 @@ def peer(case: Case, folder: Path, *, profile: bool) -> None:
     with torch.device(case.device):
         dtype = torch.float32 if case.small else torch.bfloat16
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").train()
-    if case.settings.get("activation_checkpointing"):
+    if checkpointing and case.settings.get("activation_checkpointing"):
         model.gradient_checkpointing_enable()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
 
@@ -338,20 +348,26 @@ def _kind_of(kernel: str) -> str:
     return next((kind for kind, words in KINDS.items() if any(word in kernel for word in words)), "all else")
 
 
-COLUMNS = {"product": product, "loop": loop, "fp8": partial(loop, fp8=True), "peer": peer}
+COLUMNS = {
+    "product": product,
+    "loop": loop,
+    "fp8": partial(loop, fp8=True),
+    "peer": peer,
+    "peer-plain": partial(peer, checkpointing=False),
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("column", choices=COLUMNS)
-    parser.add_argument("case", choices=CASES | PLANNED)
+    parser.add_argument("case", choices=CASES | LENGTHS | PLANNED)
     parser.add_argument("folder", type=Path, help="folder for recipe and run; columns of one case share it")
     parser.add_argument("--layers", type=int, help="of the 8B shape")
     parser.add_argument("--small", action="store_true", help="tiny shapes on the CPU")
     parser.add_argument("--profile", action="store_true", help="also record kernels, after the measured steps")
     args = parser.parse_args()
-    case = (CASES | PLANNED)[args.case]
-    if args.layers and case.settings.get("keep_products"):
+    case = (CASES | LENGTHS | PLANNED)[args.case]
+    if args.layers and case.shape is LLAMA_8B:
         case = case.with_layers(args.layers)
     if args.small:
         case = case.as_small()

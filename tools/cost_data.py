@@ -78,7 +78,7 @@ def _columns(*names: str) -> Iterator[CostPoint]:
         model, _, length = case.partition("-")
         found = next((columns[name] for name in names if "step_seconds" in columns.get(name, {})), None)
         if model == "8b" and length != "prolong" and found is not None:
-            tokens = parse_size(length.upper())
+            tokens = parse_size(length.rpartition("x")[2].upper())  # 8x8k: eight rows of 8K
             yield CostPoint(tokens=tokens, tokens_per_second=found["tokens_per_second"], peak_gib=found["memory_gib"])
 
 
