@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+import unspool
+
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 
@@ -47,6 +49,34 @@ def test_a_step_counts_after_each_kind_of_row_has_come(cases: Any) -> None:
         zip(kinds, [False, False, True, True, True], strict=True)
     )
     assert [counts for _, counts in cases.plan_steps(cases.CASES["135m-32k"])] == [False] + 10 * [True]
+
+
+@pytest.mark.parametrize("kind", ["CASES", "LENGTHS", "PLANNED"])
+def test_recipes_of_full_size_are_valid_and_fit_one_gpu(cases: Any, kind: str, tmp_path: Path) -> None:
+    for name, case in getattr(cases, kind).items():
+        cases.write_model_files(case, tmp_path / name / "model")
+        recipe = cases.write_recipe(case, tmp_path / name, "run", model=tmp_path / name / "model", steps=4)
+        plan = unspool.plan(str(recipe), gpu="h200", count=1)
+        assert plan.fits, name
+
+
+def test_columns_that_are_not_measured_by_default_are_compared_too(train: Any) -> None:
+    columns = {
+        "product": column(60),
+        "loop": column(64),
+        "peer": column(50),
+        "peer-plain": column(75),
+        "fp8": column(80),
+    }
+    assert train.ratios(columns, columns["peer"]) == {
+        "product_to_loop": 0.9375,
+        "product_to_peer": 1.2,
+        "product_to_peer-plain": 0.8,
+        "fp8_to_loop": 1.25,
+    }
+    shown = train.table({"8b-8x8k": columns})
+    assert "without gradient checkpointing (75 tokens/s) 0.800" in shown
+    assert "in FP8: 80 tokens/s, 1.25 of its loop" in shown
 
 
 def test_kinds_of_rows_are_weighed_by_the_mix(cases: Any) -> None:
