@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from fp8_model import JoinedProducts
-from fp8_products import E4M3, E5M2, Cast, largest_value
+from fp8_operands import E4M3, E5M2, Cast, largest_value
 from gpu import machine, milliseconds, require_gpu, save
 from torch import Tensor
 

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from fp8_products import E4M3, MULTIPLE, Cast, multiply
+from fp8_operands import E4M3, MULTIPLE, Cast, multiply
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack

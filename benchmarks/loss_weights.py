@@ -19,19 +19,10 @@ from typing import Any
 import torch
 from cases import CASES, Case
 from gpu import machine, require_gpu
-from train_columns import draw_weights, synchronized_time, write_case
+from train_columns import open_stage, synchronized_time
 
-from unspool.data.mixture import Mix
-from unspool.data.packing.store import open_rows
-from unspool.models.fuse import fuse_parts
-from unspool.models.load import load_model
-from unspool.models.memory.checkpointing import apply_memory
-from unspool.models.rotary import apply_rope
-from unspool.recipe import prepare
-from unspool.recipe.load import load_recipe
 from unspool.training.config import StageConfig
 from unspool.training.loader import StepBatches, build_step, pinned, step_picks
-from unspool.training.optim.updater import build_updater
 from unspool.training.step import train_step
 
 RESULTS = Path(__file__).parent / "results" / "loss_weights.json"
@@ -65,30 +56,16 @@ def main() -> None:
 
 def open_case(case: Case, folder: Path) -> tuple[Callable[[str, int], StepBatches], Callable[[StepBatches], float]]:
     """Load the case; return a function that builds the batches of a kind and step, and one that trains a step."""
-    loaded = load_recipe(write_case(case, folder))
-    context = prepare.open_data_run(loaded)
-    prepare.tokenize(context)
-    prepare.pack(context)
-    [plain] = loaded.recipe.stages
-    draw_weights(case.device)
-    model = load_model(context.model, device=torch.device(case.device), dtype=torch.float32)
-    apply_rope(model, plain.rope, plain.context_length)
-    if plain.compile:
-        fuse_parts(model)
-    apply_memory(model, plain.memory)
-    updater = build_updater(plain, model, seed=loaded.recipe.seed)
-    model.train()
-    rows = {name: open_rows(context.out / "datasets" / name) for name in plain.mix}
-    sizes = {name: len(found) for name, found in rows.items()}
-    mix = Mix(plain.mix, sizes, dict.fromkeys(sizes, case.length), case.length, loaded.recipe.seed)
+    stage = open_stage(case, folder)
+    plain = stage.config
     stages = {kind: StageConfig.model_validate(plain.model_dump() | {"loss": {"weights": kind}}) for kind in KINDS}
-    weights = {kind: stage.loss.build(stage, stage.loss.measure(stage, rows)) for kind, stage in stages.items()}
+    weights = {kind: one.loss.build(one, one.loss.measure(one, stage.rows)) for kind, one in stages.items()}
 
     def build(kind: str, number: int) -> StepBatches:
-        batches = build_step(stages[kind], rows, step_picks(plain, mix, number), loss_weights=weights[kind])
+        batches = build_step(stages[kind], stage.rows, step_picks(plain, stage.mix, number), loss_weights=weights[kind])
         return batches if case.small else pinned(batches)
 
-    return build, lambda batches: train_step(model, updater, batches, lr=plain.lr).loss
+    return build, lambda batches: train_step(stage.model, stage.updater, batches, lr=plain.lr).loss
 
 
 def measure(

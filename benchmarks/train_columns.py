@@ -12,6 +12,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,7 @@ from unspool.recipe import prepare
 from unspool.recipe.load import load_recipe
 from unspool.training import loop as product_loop
 from unspool.training import stage as product_stage
+from unspool.training.config import StageConfig
 from unspool.training.loader import build_step, pinned, step_picks
 from unspool.training.metrics.flops import FlopCount, count_flops, peak_flops
 from unspool.training.optim.updater import build_updater
@@ -198,8 +200,18 @@ def logged_facts(work: Path) -> dict[str, Any]:
 # The bare loop
 
 
-def loop(case: Case, folder: Path, *, profile: bool, fp8: bool = False) -> None:
-    """Run optimizer steps on the product's rows, without loader, metrics, log or checkpoint."""
+@dataclass(frozen=True)
+class OpenStage:
+    """A stage of the product that is ready for its first step."""
+
+    config: StageConfig
+    model: Any
+    updater: Any
+    rows: dict[str, Any]
+    mix: Mix
+
+
+def open_stage(case: Case, folder: Path, *, fp8: bool = False) -> OpenStage:
     loaded = load_recipe(write_case(case, folder))
     context = prepare.open_data_run(loaded)
     prepare.tokenize(context)
@@ -218,13 +230,19 @@ def loop(case: Case, folder: Path, *, profile: bool, fp8: bool = False) -> None:
     rows = {name: open_rows(context.out / "datasets" / name) for name in stage.mix}
     sizes = {name: len(found) for name, found in rows.items()}
     mix = Mix(stage.mix, sizes, dict.fromkeys(sizes, case.length), case.length, loaded.recipe.seed)
+    return OpenStage(stage, model, updater, rows, mix)
+
+
+def loop(case: Case, folder: Path, *, profile: bool, fp8: bool = False) -> None:
+    """Run optimizer steps on the product's rows, without loader, metrics, log or checkpoint."""
+    stage = open_stage(case, folder, fp8=fp8)
 
     def step(number: int) -> Callable[[], float]:
-        batches = build_step(stage, rows, step_picks(stage, mix, number))
+        batches = build_step(stage.config, stage.rows, step_picks(stage.config, stage.mix, number))
         batches = batches if case.small else pinned(batches)
-        return lambda: train_step(model, updater, batches, lr=stage.lr).loss
+        return lambda: train_step(stage.model, stage.updater, batches, lr=stage.config.lr).loss
 
-    time_steps(case, count_flops(model), step, profile=profile)
+    time_steps(case, count_flops(stage.model), step, profile=profile)
 
 
 # The peer

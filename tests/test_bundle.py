@@ -113,23 +113,21 @@ def test_a_part_of_another_bundle_is_refused(packed):
         unpack(folder, parts)
 
 
-def test_a_model_with_other_tensors_is_refused(packed):
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tensors": "0" * 64}, "other tensors than on the machine that packed it"),
+        ({"imports": ["json", "no_such_package"]}, r"packages.txt.*no_such_package"),
+    ],
+    ids=["other tensors", "missing package"],
+)
+def test_a_model_or_a_package_that_is_not_the_packed_one_is_named(packed, change, message):
     folder, _ = packed
     parts = parts_of(folder)
     for part in parts:
         listed = json.loads((part / "bundle.json").read_text())
-        (part / "bundle.json").write_text(json.dumps(listed | {"tensors": "0" * 64}))
-    with pytest.raises(unpack_bundle.BundleError, match="other tensors than on the machine that packed it"):
-        unpack(folder, parts)
-
-
-def test_a_missing_package_is_named(packed):
-    folder, _ = packed
-    parts = parts_of(folder)
-    for part in parts:
-        listed = json.loads((part / "bundle.json").read_text())
-        (part / "bundle.json").write_text(json.dumps(listed | {"imports": ["json", "no_such_package"]}))
-    with pytest.raises(unpack_bundle.BundleError, match=r"packages.txt.*no_such_package"):
+        (part / "bundle.json").write_text(json.dumps(listed | change))
+    with pytest.raises(unpack_bundle.BundleError, match=message):
         unpack(folder, parts)
 
 

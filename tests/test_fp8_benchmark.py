@@ -15,7 +15,7 @@ from unspool.models.memory.policy import MemoryPolicy
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import fp8_layer
 import fp8_model
-from fp8_products import E4M3, Cast
+from fp8_operands import E4M3, Cast
 
 
 def random_part(tokens: int = 48, width: int = 64, outputs: tuple[int, ...] = (32, 16, 16)):
