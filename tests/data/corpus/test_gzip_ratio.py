@@ -199,6 +199,29 @@ def test_damaged_ratios_are_noticed_and_measured_again(tmp_path, monkeypatch, ca
     assert contents(tmp_path / "out/whole") == contents(tmp_path / "out/pdfs")
 
 
+@pytest.mark.parametrize("change", ["longer", "shorter"])
+def test_a_file_that_changes_between_the_passes_is_refused_and_read_again(tmp_path, monkeypatch, change):
+    write_files(tmp_path)
+    file = tmp_path / "part-2.jsonl"
+    whole = file.read_text()
+
+    def change_then_bounds(*args):
+        one = whole.splitlines(keepends=True)
+        file.write_text("".join([*one, one[0]] if change == "longer" else one[1:]))
+        return middle_bounds(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("unspool.data.corpus.build.middle_bounds", change_then_bounds)
+        with pytest.raises(DataError, match="a file of the source changed while it was read"):
+            build(tmp_path, gzip_ratio={"middle": 0.6})
+    assert not (tmp_path / "out/pdfs").exists()
+    changed = {f"part-2.jsonl:{at + 1}": json.loads(line)["text"] for at, line in enumerate(file.open())}
+    written = {name: text for name, text in texts().items() if not name.startswith("part-2.")} | changed
+    build(tmp_path, gzip_ratio={"middle": 0.6})
+    reader = open_corpus(tmp_path / "out/pdfs")
+    assert {reader.id(at) for at in range(len(reader))} == set(middle_in_plain_python(written, 0.6))
+
+
 def test_ratios_are_exact_in_their_file(tmp_path):
     save_ratios(tmp_path, 3, [1.1, 2.0 / 3, 1e-9])
 

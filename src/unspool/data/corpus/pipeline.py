@@ -129,6 +129,8 @@ class ReadDocuments(PipelineStep):  # type: ignore[misc]
             self.ledger.add(item)
             if isinstance(item, Document):
                 yield self._pass_on(item, ratio)
+        if self.ratio_filter is not None:
+            self.ratio_filter.check_all_used(ratios, rank)
 
     def _pass_on(self, document: Document, ratio: float | None) -> PipelineDocument:
         given = {"tokens": document.tokens, "loss_mask": document.loss_mask, "gzip_ratio": ratio}

@@ -78,9 +78,18 @@ class RatioFilter(NamedTuple):
         """Return a document, or why it is dropped, and its ratio."""
         ratio = gzip_ratio(document.text) if measured is None else next(measured, None)
         if ratio is None:
-            raise DataError(
-                f"{document.id}: a file of the source changed during reading; stop the program that writes to it, and "
-                "run the same command again."
-            )
+            raise _changed(f"at {document.id}")
         reason = self.bounds.reason_to_drop(ratio)
         return (document if reason is None else Filtered(document.id, reason)), ratio
+
+    def check_all_used(self, measured: Iterator[float] | None, rank: int) -> None:
+        """Raise DataError if a task had more documents in the first pass, so that ratios belong to others."""
+        if measured is not None and next(measured, None) is not None:
+            raise _changed(f"in task {rank}")
+
+
+def _changed(where: str) -> DataError:
+    return DataError(
+        f"a file of the source changed while it was read ({where}); stop the program that writes to it, and run the "
+        "same command again."
+    )
