@@ -282,7 +282,7 @@ def agreement(settings: Mapping[str, Any]) -> Output:
 
 
 def coverage(settings: Mapping[str, Any]) -> Output:
-    """How often intervals contain the truth, from the file that tools/coverage.py writes. Settings: file."""
+    """How often intervals contain the truth, from the file that tools/interval_coverage.py writes. Settings: file."""
     with (RESULTS / settings["file"]).open(encoding="utf-8", newline="") as file:
         found = list(csv.DictReader(file))
     methods = {"questions": "over questions", "bootstrap": "hierarchical bootstrap", "t": "t over seeds"}

@@ -15,7 +15,7 @@ from unspool.studies.arm_comparison import over_prompts
 from unspool.studies.arm_scores import Answer, Measure, Part
 from unspool.studies.two_level import arm_interval, difference_interval, seed_variance
 
-PATH = Path(__file__).parents[2] / "tools" / "coverage.py"
+PATH = Path(__file__).parents[2] / "tools" / "interval_coverage.py"
 spec = importlib.util.spec_from_file_location("unspool_coverage", PATH)
 assert spec is not None and spec.loader is not None
 coverage = importlib.util.module_from_spec(spec)
@@ -158,7 +158,7 @@ def rates(scenario, trials=250):
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_the_interval_holds_the_truth_where_a_bootstrap_and_questions_alone_do_not(shared):
-    """Fixed seed, 250 studies; tools/coverage.py has 2,000 for each of 14 scenarios."""
+    """Fixed seed, 250 studies; tools/interval_coverage.py has 2,000 for each of 14 scenarios."""
     found = rates(coverage.Scenario(name="", seeds=3, questions=50, spread=0.8, shared=shared))
     assert found["two-level"] >= 0.93
     assert found["bootstrap"] < 0.90 and found["questions"] < 0.65, "both variants must be caught by this"

@@ -9,7 +9,7 @@ If each seed has its own questions, S contains both sources and C is 0. If seeds
 error that they share. The degrees of freedom (Satterthwaite) are k − 1 if S dominates, and n − 1 if C does. Few seeds
 can agree by chance; the interval over questions then bounds the width from below.
 
-`tools/coverage.py` compares this interval with a hierarchical bootstrap, which is too narrow for three seeds.
+`tools/interval_coverage.py` compares this interval with a hierarchical bootstrap, which is too narrow for three seeds.
 """
 
 import math

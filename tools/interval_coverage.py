@@ -1,4 +1,4 @@
-"""How often do 95% intervals contain the true difference of two arms? `python tools/coverage.py [--trials N]`.
+"""How often do 95% intervals contain the true difference of two arms? `python tools/interval_coverage.py [--trials N]`.
 
 Arms answer questions rightly or wrongly. The log-odds of a right answer are the sum of the arm's level, the question's
 difficulty (common to both arms), the arm's own difficulty with the question, and a shift for each arm and training
