@@ -210,7 +210,7 @@ def claims(settings: Mapping[str, Any]) -> Output:
     head = ["claim", "paper", "measure", "difference (95% interval)", "p", "n per cell", "seeds", "verdict"]
     rule = (
         f"Exploratory: fewer than {listed.rule.seeds} seeds or {listed.rule.questions} questions per seed and length. "
-        "p: Holm's method over this table."
+        "p: Holm's method, over the comparisons that were planned together or else over the rest of this table."
     )
     table = [*markdown_lines(head, rows), "", rule, ""] if rows else []
     return Output(text="\n".join([*table, *(["Not run:", "", *not_run] if not_run else [])]).rstrip())

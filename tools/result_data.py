@@ -95,7 +95,8 @@ def show_difference(found: Interval | None, measure: Measure) -> str:
     value = format_signed(scale * found.value, digits) if round(scale * found.value, digits) else f"{0:.{digits}f}"
     if found.low is None or found.high is None:
         return value
-    low, high = (f"{scale * bound:.{digits}f}".replace("-", "−") for bound in (found.low, found.high))
+    # `+ 0.0` makes 0 of −0.
+    low, high = (f"{round(scale * one, digits) + 0.0:.{digits}f}".replace("-", "−") for one in (found.low, found.high))
     return f"{value} ({low} to {high})"
 
 

@@ -1,4 +1,4 @@
-"""Write the tables and figures of docs/results from the committed answers: `make results`, a minute on a CPU.
+"""Write the tables and figures of docs/results and README.md from the committed answers: `make results`, on a CPU.
 
     python tools/results.py [PAGE …]            write the blocks of all pages, or of some
     python tools/results.py --check             write nothing; exit status 1 if a block or figure is out of date
@@ -32,6 +32,7 @@ from unspool.core.config import lookup
 from unspool.core.errors import ConfigError, UnspoolError
 from unspool.studies.raw_results import collect
 
+README = RESULTS.parents[1] / "README.md"
 # At the start of a line: an indented one is an example.
 BLOCK = re.compile(r"^(<!-- results: (\w+)\n(.*?)^-->\n).*?^(<!-- end results -->)", re.DOTALL | re.MULTILINE)
 BEGIN = re.compile(r"^<!-- results:", re.MULTILINE)
@@ -71,10 +72,12 @@ def main(arguments: Sequence[str]) -> int:
     if arguments[:1] == ["collect"]:
         return _collect(arguments[1:])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("pages", nargs="*", type=Path, metavar="PAGE", help="pages to write; default: all results")
+    parser.add_argument(
+        "pages", nargs="*", type=Path, metavar="PAGE", help="pages to write; default: all results and README.md"
+    )
     parser.add_argument("--check", action="store_true", help="write nothing; fail if a page is out of date")
     chosen = parser.parse_args(arguments)
-    changed = list(outdated(chosen.pages or sorted(RESULTS.glob("*.md"))))
+    changed = list(outdated(chosen.pages or [README, *sorted(RESULTS.glob("*.md"))]))
     for path, content in changed:
         if not chosen.check:
             write_atomic(path, content)

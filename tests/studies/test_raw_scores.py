@@ -211,6 +211,22 @@ def test_many_claims_are_corrected():
     assert {one.verdict for one in apart} == {"shown"}
 
 
+def test_planned_comparisons_are_corrected_together_and_other_claims_without_them():
+    """Among three planned comparisons a p of 0.03 is too large, although only one of them is a claim."""
+    results = {
+        "small": {"aa": arm(0.5, seeds=1), "b": arm(0.44, seeds=1), "c": arm(0.44, seeds=1), "d": arm(0.9, seeds=1)}
+    }
+    one = claims().claims[0]
+    both = claims().model_copy(update={"claims": [one, one.model_copy(update={"first": "d", "second": "c"})]})
+    plain = judge(both, results)
+    assert [found.verdict for found in plain] == ["shown", "shown"] and 0.05 / 3 < plain[0].p < 0.05
+    family = {"folder": "small", "metric": "niah/4K", "pairs": [("b", "aa"), ("aa", "c"), ("b", "d")]}
+    planned = judge(Claims.model_validate(both.model_dump() | {"families": [family]}), results)
+    assert [found.verdict for found in planned] == ["not shown", "shown"]
+    assert planned[0].p == pytest.approx(2 * plain[0].p)  # (b, d) is the smallest; (aa, c) is equal
+    assert planned[1].p == planned[1].interval.p  # the only one outside the family
+
+
 # Agreement of measures
 
 

@@ -1,8 +1,9 @@
 """Claims of papers, compared with results: shown, not shown, contradicted, or not run.
 
 A file lists the claims: two arms, metrics, and which arm the paper found better. A verdict needs the 95% interval of
-the difference (`two_level.py`) and a p-value below 0.05 after Holm's correction over the claims of a paper. With fewer
-seeds or questions than the file's rule it is exploratory.
+the difference (`two_level.py`) and a p-value below 0.05 after Holm's correction: over the comparisons that were planned
+together, or else over all other claims of the paper. With fewer seeds or questions than the file's rule it is
+exploratory.
 """
 
 from collections.abc import Mapping
@@ -54,9 +55,18 @@ class Results(Config):
     where: dict[str, dict[str, Any]] = Field({}, description="Suite: fields of the questions that count.")
 
 
+class Family(Config):
+    """Comparisons that were planned together; their p-values are corrected together, whatever the claims."""
+
+    folder: str = Field(description="Folder of results below docs/results.")
+    metric: str = Field(description="The measure of all of them.")
+    pairs: list[tuple[str, str]] = Field(min_length=1, description="Pairs of arms, by their names in the folder.")
+
+
 class Claims(Config):
     rule: Rule = Field(description="What a result needs to be more than exploratory.")
     data: list[Results] = Field(description="The first folder that has both arms and the metric counts.")
+    families: list[Family] = Field([], description="Comparisons that were planned together.")
     claims: list[Claim] = Field(description="The claims, paper by paper.")
 
 
@@ -66,6 +76,8 @@ class Finding:
 
     claim: Claim
     metric: str
+    folder: str = ""
+    pair: frozenset[str] = frozenset()  # arms, by their names in the folder
     measure: Measure | None = None  # None: not run
     interval: Interval | None = None  # of the first arm minus the second
     questions: int = 0  # fewest of a seed and length
@@ -84,29 +96,66 @@ def read_claims(path: Path) -> Claims:
 def judge(claims: Claims, results: Mapping[str, ByArm]) -> list[Finding]:
     """Return a finding for each claim and metric. `results` has the arms of each folder, by the folder's own names."""
     found = [_measure(claims, claim, metric, results) for claim in claims.claims for metric in claim.metrics]
+    planned = _planned(claims, results)
     judged = []
     for paper in dict.fromkeys(claim.paper for claim in claims.claims):
         mine = [one for one in found if one.claim.paper == paper]
-        corrected = holm([None if one.interval is None else one.interval.p for one in mine])
-        judged += [_verdict(replace(one, p=p), claims.rule) for one, p in zip(mine, corrected, strict=True)]
+        own = [planned.get((one.folder, one.metric, one.pair)) for one in mine]
+        others = [
+            None if p is not None or one.interval is None else one.interval.p for one, p in zip(mine, own, strict=True)
+        ]
+        for one, p, other in zip(mine, own, holm(others), strict=True):
+            judged.append(_verdict(replace(one, p=other if p is None else p), claims.rule))
     return judged
+
+
+def _planned(claims: Claims, results: Mapping[str, ByArm]) -> dict[tuple[str, str, frozenset[str]], float | None]:
+    """Return the corrected p-value of each planned comparison, by folder, metric and pair of arms."""
+    found: dict[tuple[str, str, frozenset[str]], float | None] = {}
+    for family in claims.families:
+        arms = results.get(family.folder, {})
+        ps = []
+        for first, second in family.pairs:
+            compared = _compare(arms.get(first), arms.get(second), family.metric)
+            ps.append(None if compared is None else compared[1].p)
+        for pair, p in zip(family.pairs, holm(ps), strict=True):
+            found[family.folder, family.metric, frozenset(pair)] = p
+    return found
 
 
 def _measure(claims: Claims, claim: Claim, metric: str, results: Mapping[str, ByArm]) -> Finding:
     for data in claims.data:
         arms = results[data.folder]
-        first, second = (arms.get(data.arms.get(name, name)) for name in (claim.first, claim.second))
-        if first is None or second is None:
-            continue
-        measure = find_measure(metric, [part for run in [*first.values(), *second.values()] for part in run])
-        if measure is None:
-            continue
-        contributions = contributions_of(dict(first), dict(second), measure)
-        interval = difference_interval(contributions, bounded=measure.is_bounded)
-        if interval is not None:
-            questions = min(_fewest(first[seed], second[seed], measure) for seed in contributions)
-            return Finding(claim=claim, metric=metric, measure=measure, interval=interval, questions=questions)
+        names = [data.arms.get(name, name) for name in (claim.first, claim.second)]
+        compared = _compare(*(arms.get(name) for name in names), metric)
+        if compared is not None:
+            measure, interval, questions = compared
+            return Finding(
+                claim=claim,
+                metric=metric,
+                folder=data.folder,
+                pair=frozenset(names),
+                measure=measure,
+                interval=interval,
+                questions=questions,
+            )
     return Finding(claim=claim, metric=metric)
+
+
+def _compare(
+    first: Mapping[int, Answers] | None, second: Mapping[int, Answers] | None, metric: str
+) -> tuple[Measure, Interval, int] | None:
+    """Return measure, interval of the first arm minus the second, and fewest questions; None without common scores."""
+    if first is None or second is None:
+        return None
+    measure = find_measure(metric, [part for run in [*first.values(), *second.values()] for part in run])
+    if measure is None:
+        return None
+    contributions = contributions_of(dict(first), dict(second), measure)
+    interval = difference_interval(contributions, bounded=measure.is_bounded)
+    if interval is None:
+        return None
+    return measure, interval, min(_fewest(first[seed], second[seed], measure) for seed in contributions)
 
 
 def _fewest(first: Answers, second: Answers, measure: Measure) -> int:
