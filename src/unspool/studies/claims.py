@@ -126,15 +126,15 @@ def _planned(claims: Claims, results: Mapping[str, ByArm]) -> dict[tuple[str, st
 def _measure(claims: Claims, claim: Claim, metric: str, results: Mapping[str, ByArm]) -> Finding:
     for data in claims.data:
         arms = results[data.folder]
-        names = [data.arms.get(name, name) for name in (claim.first, claim.second)]
-        compared = _compare(*(arms.get(name) for name in names), metric)
+        first, second = (data.arms.get(name, name) for name in (claim.first, claim.second))
+        compared = _compare(arms.get(first), arms.get(second), metric)
         if compared is not None:
             measure, interval, questions = compared
             return Finding(
                 claim=claim,
                 metric=metric,
                 folder=data.folder,
-                pair=frozenset(names),
+                pair=frozenset((first, second)),
                 measure=measure,
                 interval=interval,
                 questions=questions,
