@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tools"))
@@ -16,6 +17,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 import run_study  # noqa: E402
 import study_results  # noqa: E402
 from run_study import FAILED, FINISHED, STOPPED, WAITING, Queue, Run  # noqa: E402
+from unspool.cli.main import build_app  # noqa: E402
 from unspool.core.errors import ConfigError  # noqa: E402
 
 # A run: it starts, trains and is scored, and writes when. `{}` is put at its end.
@@ -268,3 +270,16 @@ def test_mistakes_end_with_one_sentence(tmp_path, monkeypatch, capsys, given, me
     assert run_study.main() == 2
     shown = capsys.readouterr()
     assert shown.err.startswith(message.replace("ROOT", str(tmp_path))) and not shown.out
+
+
+def test_a_recipe_is_run_into_the_folder_of_its_name(tmp_path, monkeypatch):
+    """The real command, in this process; a run without stages and evaluations ends at once."""
+    (tmp_path / "data").mkdir()
+    recipe = tmp_path / "untrained.yaml"
+    recipe.write_text("name: untrained\nmodel: m\nsources: {}\ndatasets: {}\nstages: []\nevals: []\n")
+    monkeypatch.setattr(Queue, "work", lambda queue: CliRunner().invoke(build_app(), queue.runs[0].command[3:]))
+    model = ROOT / "src" / "unspool" / "assets" / "tiny-base"
+    given = ["start", str(tmp_path / "out"), "raised", "--recipe", str(recipe), "--data", str(tmp_path / "data")]
+    monkeypatch.setattr(sys, "argv", ["run_study.py", *given, "--model", str(model)])
+    assert run_study.main() == 0
+    assert (tmp_path / "out" / "raised" / "recipe.yaml").is_file()

@@ -1,7 +1,7 @@
 """Run a study on one GPU within a time limit: several runs at a time, earlier ones first.
 
     python tools/run_study.py start out --study utk-small --data data --model MODEL abf-s0 utk-80-s0
-    python tools/run_study.py start untouched --recipe docs/results/plan/untrained.yaml --data data --model MODEL base
+    python tools/run_study.py start base --recipe docs/results/plan/untrained.yaml --data data --model MODEL base-s0
     python tools/run_study.py status out --wait 500      the state of every run, again after each change, for 500 s
     python tools/run_study.py pack out results           what the runs have found, as a few small files
     python tools/run_study.py longppl out --data data --seed 0 abf utk-80 cip-2
@@ -251,7 +251,7 @@ def build_queue(args: argparse.Namespace) -> Queue:
 
     def recipe_command(name: str) -> list[str]:
         recipe = str(Path(args.recipe).resolve()) if Path(args.recipe).is_file() else args.recipe
-        return ["run", recipe, "--out", str(out / name)]
+        return ["run", recipe, "--set", f"out={out / name}"]
 
     runs = [Run(name, command(name), out) for name in args.runs]
     if args.study:

@@ -34,7 +34,8 @@ def pack(study: Path, out: Path, *, most: int, files: int) -> dict[str, Any]:
             with tarfile.open(out / f"finished-{number}.tar", "w") as archive:
                 for name in names:
                     archive.add(Path(folder) / name, name)
-    begun = sorted({path.parent.name for path in study.glob("*/recipe.yaml")} - set(finished))
+    done = {*finished, *(name.rpartition("-s")[0] for name in finished)}  # a run's folder may lack the seed
+    begun = sorted({path.parent.name for path in study.glob("*/recipe.yaml")} - done)
     with tarfile.open(out / "unfinished.tar.gz", "w:gz") as archive:
         for path in sorted({*unfinished_files(study, begun), *study.glob("runs.*"), *study.glob("failures/*.json")}):
             archive.add(path, path.relative_to(study))

@@ -329,6 +329,14 @@ def test_a_single_run_is_collected_by_its_stages(tmp_path):
     assert collect(tmp_path / "run", tmp_path / "raw") == ["base-s3", "first-s3", "second-s3", "other-s3"]
 
 
+def test_two_untrained_models_keep_their_names(tmp_path):
+    """Both are the base of their run, with the same seed."""
+    for name in ("base", "raised-s3"):
+        folder = scored_run(tmp_path / "runs" / name)
+        (folder / "recipe.yaml").write_text(RECIPE.partition("stages:")[0] + "stages: []\nevals: []\n")
+    assert sorted(collect(tmp_path / "runs", tmp_path / "raw")) == ["base-s3", "raised-s3"]
+
+
 def test_a_folder_without_scores_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="no scores found; name the folder of a study or of a run"):
         collect(tmp_path, tmp_path / "raw")

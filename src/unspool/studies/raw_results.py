@@ -66,11 +66,11 @@ def collect(folder: Path, out: Path) -> list[str]:
 
 def _title(run: Path, loaded: LoadedRecipe, stage: str, *, alone: bool) -> str:
     seed = loaded.recipe.seed
-    if not loaded.recipe.stages and run.name.endswith(f"-s{seed}") and not alone:
-        return run.name  # an arm of merged weights, whose model is the base of its run
+    arm = run.name.removesuffix(f"-s{seed}")
+    if not loaded.recipe.stages and not alone:
+        return f"{arm}-s{seed}"  # merged or untrained weights, which are the base of their run
     if stage == BASE or alone:
         return f"{stage}-s{seed}"
-    arm = run.name.removesuffix(f"-s{seed}")
     return f"{arm}-s{seed}" if stage == loaded.recipe.stages[-1].name else f"{arm}.{stage}-s{seed}"
 
 
