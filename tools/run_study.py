@@ -27,6 +27,7 @@ from typing import Any
 from study_results import LONGPPL, SHORT, pack
 from unspool.core.artifacts import write_atomic
 from unspool.core.errors import ConfigError, UnspoolError
+from unspool.core.lock import LOCK
 from unspool.recipe.paths import bundled_studies
 from unspool.studies.load import load_study
 
@@ -312,10 +313,11 @@ def longppl(args: argparse.Namespace) -> int:
     """Score LongPPL of trained arms; the first arm chooses the key tokens."""
     options = ["--suite", LONGPPL, "--lengths", "32K", "--samples", "24", "--seed", str(args.seed)]
     options += ["--text", str((args.data / "heldout.jsonl.zst").resolve())]
-    for arm in args.arms:
-        score(args, arm, options, LONGPPL)
-        if arm == args.arms[0]:
-            options += ["--set", f"key_tokens={args.out.resolve() / LONGPPL / f'{arm}-s{args.seed}'}"]
+    models = find_models(args)
+    first = next(iter(models))
+    key_tokens = ["--set", f"key_tokens={args.out.resolve() / LONGPPL / first}"]
+    for name, model in models.items():
+        score(model, args.out.resolve() / LONGPPL / name, [*options, *(key_tokens if name != first else [])])
     return 0
 
 
@@ -326,23 +328,38 @@ def short(args: argparse.Namespace) -> int:
     os.environ["SHORT_DATA"] = str(args.data.resolve())
     options = ["--suite", SHORT, "--samples", "400", "--path", f"tasks={SHORT_TASKS}"]
     options += ["--tasks", ",".join(path.stem for path in sorted(SHORT_TASKS.glob("local_*.yaml")))]
-    for arm in args.arms:
-        score(args, arm, options, SHORT)
+    for name, model in find_models(args).items():
+        score(model, args.out.resolve() / SHORT / name, options)
     return 0
 
 
-def score(args: argparse.Namespace, arm: str, options: list[str], kind: str) -> None:
-    """Score a trained or averaged arm, or `base`, the untouched model."""
-    out, name = args.out.resolve(), f"{arm}-s{args.seed}"
-    model = next(
-        (path for path in (out / name / "stages" / "train" / "model", out / name / "model") if path.is_dir()), None
-    )
-    if model is None and arm == "base":
-        model = args.model
-    if model is None:
-        raise ConfigError(f"{out / name}: no trained model; run the arm first, or give --model for base.")
-    command = [sys.executable, "-m", "unspool", "eval", str(model), *options]
-    subprocess.run([*command, "--out", str(out / kind / name)], check=True)
+def find_models(args: argparse.Namespace) -> dict[str, Path]:
+    """Return the models of trained or averaged arms and of `base`, the untouched model, by run."""
+    found: dict[str, Path] = {}
+    for arm in args.arms:
+        run = args.out.resolve() / f"{arm}-s{args.seed}"
+        model = next((path for path in (run / "stages" / "train" / "model", run / "model") if path.is_dir()), None)
+        if model is None and arm == "base":
+            model = args.model
+        if model is None:
+            raise ConfigError(f"{run}: no trained model; run the arm first, or give --model for base.")
+        found[run.name] = model
+    return found
+
+
+def score(model: Path, out: Path, options: list[str]) -> None:
+    """Run `unspool eval`, which prints its own errors."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    # `eval` locks the folder with the nearest lock file. Without this one, that is the study's, which active runs hold.
+    # They read and write nothing here, and a model that is in its place no longer changes.
+    (out.parent / LOCK).touch()
+    status = subprocess.run(
+        [sys.executable, "-m", "unspool", "eval", str(model), *options, "--out", str(out)], check=False
+    ).returncode
+    if status < 0:
+        raise ConfigError(f"{out}: signal {-status} stopped this evaluation; run the command again to continue it.")
+    if status:
+        raise SystemExit(2)
 
 
 def pack_results(args: argparse.Namespace) -> int:
@@ -405,7 +422,7 @@ def main() -> int:
     args = parser.parse_args()
     try:
         return int(args.function(args))
-    except (UnspoolError, OSError, subprocess.CalledProcessError) as error:
+    except (UnspoolError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
 
