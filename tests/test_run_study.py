@@ -276,11 +276,21 @@ def test_results_are_packed_without_weights_in_files_of_the_given_size(study, tm
     assert unfinished == {"abf-s1/recipe.yaml", "abf-s1/scores/train.work/samples.jsonl", "logs/abf-s1.log"}
 
 
-def test_longppl_is_packed_too(study, tmp_path):
-    write(study / "longppl" / "abf-s0" / "samples.jsonl", 10)
+def test_later_scores_are_packed_once_and_key_tokens_are_kept(study, tmp_path):
+    for name, key_tokens in (("abf-s0", None), ("cip-2-s0", "longppl/abf-s0"), ("base-s0", "longppl/abf-s0")):
+        for file in ("samples.jsonl", "manifest.json"):
+            write(study / "longppl" / name / file, 10)
+        facts = {"suites": [{"suite": "longppl", "key_tokens": key_tokens}]}
+        (study / "longppl" / name / "summary.json").write_text(json.dumps(facts))
+    write(study / "short" / "abf-s0" / "summary.json", 0)
+    (study / "short" / "abf-s0" / "summary.json").write_text(json.dumps({"cells": []}))
+    write(study / "short" / "abf-s1.work" / "samples.jsonl", 10)
     packed = study_results.pack(study, tmp_path / "out", most=40_000, files=8)
-    assert "longppl.tar.gz" in packed["files"]
-    assert names_in(tmp_path / "out" / "longppl.tar.gz") == {"abf-s0/samples.jsonl"}
+    assert set(packed["files"]) == {"finished-1.tar", "finished-2.tar", "unfinished.tar.gz"}
+    # `collect` puts the others into the finished runs, without the key tokens that the first arm chose.
+    later = {name for name in names_in(tmp_path / "out" / "unfinished.tar.gz") if name.startswith(("longppl", "short"))}
+    of_base = {f"longppl/base-s0/{file}" for file in ("samples.jsonl", "manifest.json", "summary.json")}
+    assert later == {"longppl/abf-s0/samples.jsonl", "short/abf-s1.work/samples.jsonl", *of_base}
 
 
 def test_too_many_or_too_large_files_are_refused_with_the_setting_to_change(study, tmp_path):
