@@ -58,7 +58,7 @@ def test_a_folder_counts_for_more_than_what_was_published(tmp_path):
 
 
 def test_a_model_that_is_nowhere_is_refused_with_what_to_give():
-    with pytest.raises(ConfigError, match="give a folder or Hub id with its config as `model`"):
+    with pytest.raises(ConfigError, match=r"as `model`, or a model of the same shape: llama-3\.2-1b, "):
         planned_model(load_recipe("smollm2-32k", ["model=runs/nothing/stages/x/model"]))
 
 
