@@ -10,7 +10,8 @@
 A run trains, then it is scored. When one ends, the next starts. At most `--at-once` runs are active, of them at most
 `--training` before their scores: while one run starts, compiles or builds prompts, the others use the GPU. At the limit
 all runs stop cleanly; the same command continues them. `--detach` returns at once and leaves the runs to a process of
-their own. `start`, `status` and `pack` print no score: those of the plan are read after the last run.
+their own. `--mps` lets them use the GPU at the same time instead of in turns. `start`, `status` and `pack` print no
+score: those of the plan are read after the last run.
 """
 
 import argparse
@@ -20,10 +21,12 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mps import find_control, mps
 from study_results import LONGPPL, SHORT, pack
 from unspool.core.artifacts import write_atomic
 from unspool.core.errors import ConfigError, UnspoolError
@@ -218,6 +221,7 @@ def last_progress(log: Path) -> str:
 
 def start(args: argparse.Namespace) -> int:
     queue = build_queue(args)
+    control = find_control() if args.mps else None
     if args.detach:
         command = [sys.executable, __file__, *(part for part in sys.argv[1:] if part != "--detach")]
         with (args.out / "runs.log").open("ab") as log:
@@ -226,7 +230,8 @@ def start(args: argparse.Namespace) -> int:
             )
         print(f"process {process.pid} runs {len(queue.runs)} runs, log: {args.out / 'runs.log'}")
         return 0
-    queue.work()
+    with nullcontext() if control is None else mps(control, queue.out):
+        queue.work()
     return 1 if any(run.state == FAILED for run in queue.runs) else 0
 
 
@@ -392,6 +397,11 @@ def main() -> int:
     one.add_argument("--at-once", type=int, default=4, help="most active runs (default: 4)")
     one.add_argument("--training", type=int, default=2, help="most runs before their scores (default: 2)")
     one.add_argument("--workers", type=int, default=5, help="processes per run that prepare documents (default: 5)")
+    one.add_argument(
+        "--mps",
+        action="store_true",
+        help="let runs use the GPU at the same time, by NVIDIA MPS; a fatal GPU error of one run then stops all",
+    )
     one.add_argument("--detach", action="store_true", help="return at once; the runs go on")
     one.set_defaults(function=start)
     two = commands.add_parser("status", help="print the state of every run")
