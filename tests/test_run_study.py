@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import subprocess
 import sys
 import tarfile
 import time
@@ -18,7 +19,8 @@ import run_study  # noqa: E402
 import study_results  # noqa: E402
 from run_study import FAILED, FINISHED, STOPPED, WAITING, Queue, Run  # noqa: E402
 from unspool.cli.main import build_app  # noqa: E402
-from unspool.core.errors import ConfigError  # noqa: E402
+from unspool.core.errors import BusyError, ConfigError  # noqa: E402
+from unspool.core.lock import lock_output, lock_run  # noqa: E402
 
 # A run: it starts, trains and is scored, and writes when. `{}` is put at its end.
 SCRIPT = """
@@ -159,11 +161,15 @@ def test_the_state_shows_progress_and_no_score(tmp_path):
     assert "%" not in run_study.describe(tmp_path, facts)
 
 
+def exited(status: int) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.CompletedProcess([], status)
+
+
 def test_longppl_scores_the_arms_with_key_tokens_of_the_first_one(tmp_path, monkeypatch):
     for folder in ("abf-s1/stages/train/model", "merged-s1/model", "base"):
         (tmp_path / folder).mkdir(parents=True)
     ran = []
-    monkeypatch.setattr(run_study.subprocess, "run", lambda command, check: ran.append(command[3:]))
+    monkeypatch.setattr(run_study.subprocess, "run", lambda command, check: ran.append(command[3:]) or exited(0))
     given = [
         "longppl",
         str(tmp_path),
@@ -185,6 +191,44 @@ def test_longppl_scores_the_arms_with_key_tokens_of_the_first_one(tmp_path, monk
     key = f"key_tokens={tmp_path}/longppl/abf-s1"
     assert [key in command for command in ran] == [False, True, True]
     assert [Path(command[-1]).name for command in ran] == ["abf-s1", "merged-s1", "base-s1"]
+
+
+def test_arms_are_scored_beside_active_runs_but_not_twice_at_once(tmp_path, monkeypatch):
+    out = tmp_path / "longppl" / "abf-s0"
+
+    def evaluate(command: list[str], check: bool) -> subprocess.CompletedProcess[bytes]:
+        with lock_output(Path(command[-1])):  # as `unspool eval --out` does
+            return exited(0)
+
+    monkeypatch.setattr(run_study.subprocess, "run", evaluate)
+    with lock_run(tmp_path, shared=True):  # as active runs do
+        with pytest.raises(BusyError):
+            evaluate([str(out)], check=False)
+        run_study.score(tmp_path, out, [])
+    with lock_run(tmp_path / "longppl"), pytest.raises(BusyError, match="longppl is in use: process"):
+        run_study.score(tmp_path, tmp_path / "longppl" / "cip-2-s0", [])
+
+
+def test_only_the_message_of_a_failed_evaluation_is_printed(tmp_path, monkeypatch, capfd):
+    (tmp_path / "out" / "abf-s0" / "model").mkdir(parents=True)
+    given = ["longppl", str(tmp_path / "out"), "abf", "--data", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["run_study.py", *given])
+    with pytest.raises(SystemExit) as end:
+        run_study.main()
+    assert end.value.code == 2
+    lines = capfd.readouterr().err.splitlines()
+    assert len(lines) == 1 and lines[0].startswith("error: ") and "Command" not in lines[0]
+    monkeypatch.setattr(run_study.subprocess, "run", lambda command, check: exited(-9))
+    assert run_study.main() == 2
+    assert "abf-s0: signal 9 stopped this evaluation" in capfd.readouterr().err
+
+
+def test_an_arm_without_a_model_is_refused_before_the_first_evaluation(tmp_path, monkeypatch, capsys):
+    (tmp_path / "abf-s0" / "model").mkdir(parents=True)
+    monkeypatch.setattr(run_study, "score", None)
+    monkeypatch.setattr(sys, "argv", ["run_study.py", "longppl", str(tmp_path), "abf", "cip-2", "--data", "d"])
+    assert run_study.main() == 2
+    assert capsys.readouterr().err.startswith(f"{tmp_path}/cip-2-s0: no trained model")
 
 
 # Results
@@ -232,11 +276,21 @@ def test_results_are_packed_without_weights_in_files_of_the_given_size(study, tm
     assert unfinished == {"abf-s1/recipe.yaml", "abf-s1/scores/train.work/samples.jsonl", "logs/abf-s1.log"}
 
 
-def test_longppl_is_packed_too(study, tmp_path):
-    write(study / "longppl" / "abf-s0" / "samples.jsonl", 10)
+def test_later_scores_are_packed_once_and_key_tokens_are_kept(study, tmp_path):
+    for name, key_tokens in (("abf-s0", None), ("cip-2-s0", "longppl/abf-s0"), ("base-s0", "longppl/abf-s0")):
+        for file in ("samples.jsonl", "manifest.json"):
+            write(study / "longppl" / name / file, 10)
+        facts = {"suites": [{"suite": "longppl", "key_tokens": key_tokens}]}
+        (study / "longppl" / name / "summary.json").write_text(json.dumps(facts))
+    write(study / "short" / "abf-s0" / "summary.json", 0)
+    (study / "short" / "abf-s0" / "summary.json").write_text(json.dumps({"cells": []}))
+    write(study / "short" / "abf-s1.work" / "samples.jsonl", 10)
     packed = study_results.pack(study, tmp_path / "out", most=40_000, files=8)
-    assert "longppl.tar.gz" in packed["files"]
-    assert names_in(tmp_path / "out" / "longppl.tar.gz") == {"abf-s0/samples.jsonl"}
+    assert set(packed["files"]) == {"finished-1.tar", "finished-2.tar", "unfinished.tar.gz"}
+    # `collect` puts the others into the finished runs, without the key tokens that the first arm chose.
+    later = {name for name in names_in(tmp_path / "out" / "unfinished.tar.gz") if name.startswith(("longppl", "short"))}
+    of_base = {f"longppl/base-s0/{file}" for file in ("samples.jsonl", "manifest.json", "summary.json")}
+    assert later == {"longppl/abf-s0/samples.jsonl", "short/abf-s1.work/samples.jsonl", *of_base}
 
 
 def test_too_many_or_too_large_files_are_refused_with_the_setting_to_change(study, tmp_path):

@@ -10,7 +10,8 @@
 A run trains, then it is scored. When one ends, the next starts. At most `--at-once` runs are active, of them at most
 `--training` before their scores: while one run starts, compiles or builds prompts, the others use the GPU. At the limit
 all runs stop cleanly; the same command continues them. `--detach` returns at once and leaves the runs to a process of
-their own. `start`, `status` and `pack` print no score: those of the plan are read after the last run.
+their own. `--mps` lets them use the GPU at the same time instead of in turns. `start`, `status` and `pack` print no
+score: those of the plan are read after the last run.
 """
 
 import argparse
@@ -20,13 +21,16 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mps import find_control, mps
 from study_results import LONGPPL, SHORT, pack
 from unspool.core.artifacts import write_atomic
 from unspool.core.errors import ConfigError, UnspoolError
+from unspool.core.lock import LOCK
 from unspool.recipe.paths import bundled_studies
 from unspool.studies.load import load_study
 
@@ -217,6 +221,7 @@ def last_progress(log: Path) -> str:
 
 def start(args: argparse.Namespace) -> int:
     queue = build_queue(args)
+    control = find_control() if args.mps else None
     if args.detach:
         command = [sys.executable, __file__, *(part for part in sys.argv[1:] if part != "--detach")]
         with (args.out / "runs.log").open("ab") as log:
@@ -225,7 +230,8 @@ def start(args: argparse.Namespace) -> int:
             )
         print(f"process {process.pid} runs {len(queue.runs)} runs, log: {args.out / 'runs.log'}")
         return 0
-    queue.work()
+    with nullcontext() if control is None else mps(control, queue.out):
+        queue.work()
     return 1 if any(run.state == FAILED for run in queue.runs) else 0
 
 
@@ -312,10 +318,11 @@ def longppl(args: argparse.Namespace) -> int:
     """Score LongPPL of trained arms; the first arm chooses the key tokens."""
     options = ["--suite", LONGPPL, "--lengths", "32K", "--samples", "24", "--seed", str(args.seed)]
     options += ["--text", str((args.data / "heldout.jsonl.zst").resolve())]
-    for arm in args.arms:
-        score(args, arm, options, LONGPPL)
-        if arm == args.arms[0]:
-            options += ["--set", f"key_tokens={args.out.resolve() / LONGPPL / f'{arm}-s{args.seed}'}"]
+    models = find_models(args)
+    first = next(iter(models))
+    key_tokens = ["--set", f"key_tokens={args.out.resolve() / LONGPPL / first}"]
+    for name, model in models.items():
+        score(model, args.out.resolve() / LONGPPL / name, [*options, *(key_tokens if name != first else [])])
     return 0
 
 
@@ -326,23 +333,38 @@ def short(args: argparse.Namespace) -> int:
     os.environ["SHORT_DATA"] = str(args.data.resolve())
     options = ["--suite", SHORT, "--samples", "400", "--path", f"tasks={SHORT_TASKS}"]
     options += ["--tasks", ",".join(path.stem for path in sorted(SHORT_TASKS.glob("local_*.yaml")))]
-    for arm in args.arms:
-        score(args, arm, options, SHORT)
+    for name, model in find_models(args).items():
+        score(model, args.out.resolve() / SHORT / name, options)
     return 0
 
 
-def score(args: argparse.Namespace, arm: str, options: list[str], kind: str) -> None:
-    """Score a trained or averaged arm, or `base`, the untouched model."""
-    out, name = args.out.resolve(), f"{arm}-s{args.seed}"
-    model = next(
-        (path for path in (out / name / "stages" / "train" / "model", out / name / "model") if path.is_dir()), None
-    )
-    if model is None and arm == "base":
-        model = args.model
-    if model is None:
-        raise ConfigError(f"{out / name}: no trained model; run the arm first, or give --model for base.")
-    command = [sys.executable, "-m", "unspool", "eval", str(model), *options]
-    subprocess.run([*command, "--out", str(out / kind / name)], check=True)
+def find_models(args: argparse.Namespace) -> dict[str, Path]:
+    """Return the models of trained or averaged arms and of `base`, the untouched model, by run."""
+    found: dict[str, Path] = {}
+    for arm in args.arms:
+        run = args.out.resolve() / f"{arm}-s{args.seed}"
+        model = next((path for path in (run / "stages" / "train" / "model", run / "model") if path.is_dir()), None)
+        if model is None and arm == "base":
+            model = args.model
+        if model is None:
+            raise ConfigError(f"{run}: no trained model; run the arm first, or give --model for base.")
+        found[run.name] = model
+    return found
+
+
+def score(model: Path, out: Path, options: list[str]) -> None:
+    """Run `unspool eval`, which prints its own errors."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    # `eval` locks the folder with the nearest lock file. Without this one, that is the study's, which active runs hold.
+    # They read and write nothing here, and a model that is in its place no longer changes.
+    (out.parent / LOCK).touch()
+    status = subprocess.run(
+        [sys.executable, "-m", "unspool", "eval", str(model), *options, "--out", str(out)], check=False
+    ).returncode
+    if status < 0:
+        raise ConfigError(f"{out}: signal {-status} stopped this evaluation; run the command again to continue it.")
+    if status:
+        raise SystemExit(2)
 
 
 def pack_results(args: argparse.Namespace) -> int:
@@ -375,6 +397,11 @@ def main() -> int:
     one.add_argument("--at-once", type=int, default=4, help="most active runs (default: 4)")
     one.add_argument("--training", type=int, default=2, help="most runs before their scores (default: 2)")
     one.add_argument("--workers", type=int, default=5, help="processes per run that prepare documents (default: 5)")
+    one.add_argument(
+        "--mps",
+        action="store_true",
+        help="let runs use the GPU at the same time, by NVIDIA MPS; a fatal GPU error of one run then stops all",
+    )
     one.add_argument("--detach", action="store_true", help="return at once; the runs go on")
     one.set_defaults(function=start)
     two = commands.add_parser("status", help="print the state of every run")
@@ -405,7 +432,7 @@ def main() -> int:
     args = parser.parse_args()
     try:
         return int(args.function(args))
-    except (UnspoolError, OSError, subprocess.CalledProcessError) as error:
+    except (UnspoolError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
 

@@ -1,5 +1,6 @@
 """Pack the results of a study's folder into a few small files, for a machine that may go away."""
 
+import json
 import shutil
 import tarfile
 import tempfile
@@ -8,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from unspool.core.errors import ConfigError
+from unspool.evals.run import SAMPLES, SUMMARY
 from unspool.studies.raw_results import collect
 
 # Of a run that is not finished. Its weights are too large to keep, so it must be trained again.
 UNFINISHED = ("run.json", "recipe.yaml", "stages/*/metrics.jsonl", "scores/*/*.jsonl", "scores/*/plan.json")
-LONGPPL, SHORT = "longppl", "short"
+LONGPPL, SHORT = "longppl", "short"  # folders of scores next to the runs
 
 BLOCK, TAR_END = 512, 10240  # bytes, of the tar format
 
@@ -20,7 +22,7 @@ BLOCK, TAR_END = 512, 10240  # bytes, of the tar format
 def pack(study: Path, out: Path, *, most: int, files: int) -> dict[str, Any]:
     """Write finished-1.tar, … in the layout of docs/results, and unfinished.tar.gz with answers and logs so far.
 
-    Scores of `run_study.py longppl` and `short` become longppl.tar.gz and short.tar.gz.
+    Scores of `run_study.py longppl` and `short` are in both: with the finished run, or as longppl/RUN and short/RUN.
     """
     if not study.is_dir():
         raise ConfigError(f"{study}: no such folder; give the folder of the study.")
@@ -37,13 +39,9 @@ def pack(study: Path, out: Path, *, most: int, files: int) -> dict[str, Any]:
     done = {*finished, *(name.rpartition("-s")[0] for name in finished)}  # a run's folder may lack the seed
     begun = sorted({path.parent.name for path in study.glob("*/recipe.yaml")} - done)
     with tarfile.open(out / "unfinished.tar.gz", "w:gz") as archive:
-        for path in sorted({*unfinished_files(study, begun), *study.glob("runs.*"), *study.glob("failures/*.json")}):
+        left = {*unfinished_files(study, begun), *later_scores(study, finished)}
+        for path in sorted({*left, *study.glob("runs.*"), *study.glob("failures/*.json")}):
             archive.add(path, path.relative_to(study))
-    for kind in (LONGPPL, SHORT):
-        if found := sorted((study / kind).glob("*/*.json*")):
-            with tarfile.open(out / f"{kind}.tar.gz", "w:gz") as archive:
-                for path in found:
-                    archive.add(path, path.relative_to(study / kind))
     written = {path.name: path.stat().st_size for path in sorted(out.iterdir())}
     large = next((name for name, size in written.items() if size > most), None)
     if large is not None:
@@ -58,6 +56,22 @@ def unfinished_files(study: Path, names: list[str]) -> Iterator[Path]:
         for pattern in UNFINISHED:
             yield from (study / name).glob(pattern)
         yield from study.glob(f"logs/{name}.log")
+
+
+def later_scores(study: Path, finished: list[str]) -> Iterator[Path]:
+    """Yield what `collect` leaves out of the scores next to the runs.
+
+    That is all of a run that is not finished, and the key tokens of LongPPL, without which no other model can be
+    compared with this one.
+    """
+    for path in (path for kind in (LONGPPL, SHORT) for path in study.glob(f"{kind}/*/*.json*")):
+        if path.parent.name not in finished or (path.name == SAMPLES and chose_key_tokens(path.parent)):
+            yield path
+
+
+def chose_key_tokens(scores: Path) -> bool:
+    facts = json.loads((scores / SUMMARY).read_text(encoding="utf-8"))
+    return any(one["suite"] == LONGPPL and one["key_tokens"] is None for one in facts.get("suites", []))
 
 
 def grouped(folder: Path, names: list[str], most: int) -> Iterator[list[str]]:

@@ -58,8 +58,23 @@ def test_a_folder_counts_for_more_than_what_was_published(tmp_path):
 
 
 def test_a_model_that_is_nowhere_is_refused_with_what_to_give():
-    with pytest.raises(ConfigError, match="give a folder or Hub id with its config as `model`"):
+    with pytest.raises(ConfigError, match=r"as `model`, or a model of the same shape: llama-3\.2-1b, "):
         planned_model(load_recipe("smollm2-32k", ["model=runs/nothing/stages/x/model"]))
+
+
+def test_a_proposed_shorter_context_takes_the_seconds_of_a_plan_at_that_context():
+    changes = ["stages.0.batch_tokens=2M", "stages.0.attention=full", "stages.0.context_length=2M"]
+    machine = Machine(gpu=find_gpu("l4"), count=1, host=64 * GIB)
+    found = plan_recipe(load_recipe("smollm2-32k", changes), machine)
+    shorter = next(one.estimate for one in found.stages[0].alternatives if one.kind == "context")
+    assert shorter.stage.context_length == 1 << 20
+    docs = found.data.documents[shorter.stage.name]
+    assert docs.mean <= shorter.stage.context_length, "the recipe's rows are as short as before"
+    case = Case(
+        loaded=found.loaded, values=found.model.values, shape=found.model.shape, docs=docs, speed=machine.speed,
+        machine=machine,
+    )  # fmt: skip
+    assert shorter.seconds == estimate(case, shorter.stage).seconds
 
 
 # Data

@@ -2,6 +2,7 @@
 
 import io
 import json
+import logging
 import re
 from dataclasses import replace
 from importlib.resources import files
@@ -17,6 +18,7 @@ from safetensors.torch import load_file
 import unspool
 from unspool.core.artifacts import read_manifest
 from unspool.core.errors import ConfigError
+from unspool.evals.eval_request import check_request
 from unspool.models.location import resolve_path
 from unspool.recipe.paths import bundled_studies
 from unspool.studies.load import load_study
@@ -173,6 +175,36 @@ def test_a_merged_arm_is_the_average_of_the_trained_arm_and_the_model(screened):
         torch.testing.assert_close(merged[name].float(), wanted, atol=1e-6, rtol=1e-5)
     config = json.loads((screened / "merged-s0/model/config.json").read_text())
     assert config["max_position_embeddings"] == 512, "the RoPE settings of the trained arm"
+
+
+@pytest.fixture
+def said(monkeypatch) -> list[str]:
+    lines: list[str] = []
+    for logger in ("unspool.studies.merged_arms", "unspool.evals.averaged_run"):
+        monkeypatch.setattr(logging.getLogger(logger), "info", lines.append)
+    return lines
+
+
+def test_the_folder_of_a_merged_arm_is_its_model(screened, study_file, said, tmp_path):
+    run = screened / "merged-s0"
+    wanted = str(run / "model")
+    assert check_request(run, ["niah"], [128], {}).model == wanted
+    assert said == [f"{run}: using the averaged model in {wanted}"]
+    recipe = load_study(study_file).runs[0].loaded
+    assert recipe.model_path(str(run)) == recipe.model_path(wanted) == wanted
+    assert recipe.model_path(str(screened / "abf-s0")) == str(screened / "abf-s0/stages/train/model")
+    # A folder called `model` that `merge` did not write is no averaged run.
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "recipe.yaml").write_text("stages: []")
+    with pytest.raises(ConfigError, match="no stage of this run is trained yet"):
+        recipe.model_path(str(tmp_path))
+
+
+def test_a_merged_arm_is_announced_as_one_without_training(screened, study_file, said):
+    study = load_study(study_file, out=screened)
+    merge_weights(study, next(run for run in study.runs if run.name == "merged-s0"))
+    assert said == ["merged-s0: no stage is trained; `base` is the averaged model here"]
 
 
 def test_a_finished_study_is_not_repeated(screened, study_file, monkeypatch):

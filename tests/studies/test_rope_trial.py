@@ -1,6 +1,7 @@
 """`unspool rope --trial`: every candidate reads the same windows, and what is measured is kept and ranked with care."""
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -266,6 +267,19 @@ def test_candidates_train_on_the_same_rows_and_never_on_the_windows(trained, kep
     texts = [json.loads(line)["text"] for line in books.read_text().splitlines()]
     assert rest == texts[1:2]  # both windows are from the first document, and the second one is enough
     assert found.stage["lr"] == 1e-3 and found.num_documents == 1
+    assert "(Student's t, n = 2 windows of 1 document, too few to cover other documents) hold" in found.table()
+
+
+def test_the_intervals_know_the_books_of_the_windows(tried, monkeypatch, tmp_path):
+    given: list[dict] = []
+    plain = trial.rank
+    monkeypatch.setattr(trial, "rank", lambda *measured, **more: given.append(more) or plain(*measured, **more))
+    found = tried(tmp_path, windows=10)
+    windows_of = Counter(given[-1]["documents"].values())
+    assert list(windows_of.values()) == [2] * 5 and found.num_documents == 5
+    assert given[-1]["documents"].keys() == found.ranked[0].losses.keys()
+    note = "n = 10 windows of 5 documents; windows of one document are not counted as independent"
+    assert note in found.table()
 
 
 def test_a_trained_model_is_scored_deleted_and_not_trained_again(trained, tried, monkeypatch, tmp_path):

@@ -58,6 +58,43 @@ def test_equal_candidates_are_not_told_apart_and_a_shifted_one_is():
     assert found[2].to_best.is_told_apart and found[2].to_best.mean == pytest.approx(0.01)
 
 
+def test_windows_that_agree_within_a_book_widen_the_intervals():
+    """Six books of four windows: the difference varies between books only."""
+    edges, books, each = [0, 100, 200], 6, 4
+    by_book = np.array([0.3, -0.05, 0.25, -0.1, 0.2, 0.1])
+    windows = {f"w{book}{at}": book for book in range(books) for at in range(each)}
+    a = dict.fromkeys(windows, (4.0, 4.0))
+    b = {window: (4.0, 4.0 + by_book[book]) for window, book in windows.items()}
+
+    alone, clustered = (
+        rank({"a": a, "b": b}, edges, documents=documents)[1].to_best
+        for documents in (None, {window: f"book {book}" for window, book in windows.items()})
+    )
+
+    # As good as one window per book.
+    half = scipy.stats.t.ppf(0.975, books - 1) * statistics.stdev(by_book) / math.sqrt(books)
+    assert (clustered.low, clustered.high) == pytest.approx((by_book.mean() - half, by_book.mean() + half))
+    assert clustered.mean == alone.mean
+    assert clustered.high - clustered.low > 2 * (alone.high - alone.low)
+    assert alone.is_told_apart and not clustered.is_told_apart
+
+
+@pytest.mark.parametrize("books", [1, 3, 24])
+def test_few_books_and_a_book_per_window_leave_the_interval_over_windows(books):
+    measured = {"a": numbers(1, windows=24), "b": numbers(2, windows=24)}
+    documents = {window: f"book {at % books}" for at, window in enumerate(measured["a"])}
+    plain, clustered = (rank(measured, [0, 100, 200, 350], documents=each) for each in (None, documents))
+    assert plain == clustered
+
+
+def test_windows_that_differ_within_a_book_do_not_narrow_the_intervals():
+    opposite = {f"w{at}": (4.0, 4.0 + 0.1 * (-1) ** at) for at in range(8)}
+    measured = {"a": dict.fromkeys(opposite, (4.0, 3.9)), "b": opposite}
+    documents = {window: f"book {at // 2}" for at, window in enumerate(opposite)}
+    plain, clustered = (rank(measured, [0, 100, 200], documents=each) for each in (None, documents))
+    assert plain == clustered
+
+
 def test_other_windows_are_refused():
     with pytest.raises(DataError, match="b was measured on other windows than a"):
         rank({"a": numbers(1), "b": {f"x{key}": value for key, value in numbers(2).items()}}, [0, 100, 200, 350])

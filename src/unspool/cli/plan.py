@@ -36,7 +36,10 @@ def plan(
     ] = None,
     model: Annotated[
         str | None,
-        typer.Option(help="Folder or Hub id to read the model's config from, if the model itself is missing."),
+        typer.Option(
+            help="Folder or Hub id to read the model's config from, or a known shape such as llama-3.1-8b, if the "
+            "model itself is missing."
+        ),
     ] = None,
     measured: Annotated[
         bool, typer.Option("--measure", help="Measure a few steps on the local device first, and use their rates.")

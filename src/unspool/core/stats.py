@@ -68,6 +68,18 @@ def standard_error(values: np.ndarray) -> tuple[float, float]:
     return float(values.mean()), error
 
 
+def clustered_error(values: np.ndarray, clusters: Sequence[object]) -> tuple[float, int]:
+    """Return the standard error of the mean and its degrees of freedom, where values of one cluster may depend.
+
+    The error comes from the sums of the clusters' deviations (Liang and Zeger), with G / (G − 1) for G clusters and
+    G − 1 degrees of freedom. It needs at least two clusters.
+    """
+    _, group = np.unique(np.asarray(clusters), return_inverse=True)
+    sums = np.bincount(group, weights=values - values.mean())
+    count = len(sums)
+    return math.sqrt(count / (count - 1) * float((sums**2).sum())) / len(values), count - 1
+
+
 def agresti_min(differences: np.ndarray) -> tuple[float, float]:
     """Return mean and standard error of paired differences in [-1, 1] by Agresti and Min.
 

@@ -10,12 +10,12 @@ from pydantic import ValidationError
 from unspool.core.config import did_you_mean, lookup
 from unspool.core.errors import ConfigError
 from unspool.core.sizes import parse_size
+from unspool.evals.averaged_run import run_model_path
 from unspool.evals.backends.base import BACKENDS, BackendOptions, RopeOverride
 from unspool.evals.beyond_context import DONE
 from unspool.evals.config import EvalConfig
 from unspool.evals.suite import Suite
 from unspool.evals.suites import SUITES
-from unspool.models.location import model_path
 from unspool.rope.tables import RopeMethod
 
 TASK_SUITES = tuple(name for name, suite in SUITES.items() if suite.tasks)
@@ -125,7 +125,7 @@ def check_request(
     for name in given:
         if name not in EvalSettings.__annotations__:
             raise ConfigError(_unknown_setting(name, chosen))
-    ref = model_path(str(model), Path())
+    ref = run_model_path(str(model), Path())
     is_short = suites == [SHORT]
     is_look = may_look and suite is None and lengths is None
     if is_look:

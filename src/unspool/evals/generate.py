@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any, TypedDict, Unpack, overload
 
 from unspool.core.config import lookup
 from unspool.core.errors import ConfigError
+from unspool.evals.averaged_run import run_model_path
 from unspool.evals.backends.base import BackendOptions
 from unspool.evals.eval_request import ENDPOINTS, Length, rope_override
-from unspool.models.location import model_path
 from unspool.rope.tables import RopeMethod
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def load_generator(model: "str | Path | PreTrainedModel", **settings: Unpack[Gen
     endpoint = settings.get("endpoint")
     options = BackendOptions(
         kind=settings.get("backend", "transformers"),
-        model=model_path(str(model), Path()) if live is None else str(live.name_or_path),
+        model=run_model_path(str(model), Path()) if live is None else str(live.name_or_path),
         url=settings.get("url"),
         model_name=settings.get("model_name"),
         endpoint=None if endpoint == "auto" else endpoint,

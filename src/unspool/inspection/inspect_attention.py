@@ -12,12 +12,12 @@ from unspool.core.errors import ConfigError
 from unspool.core.result import Result
 from unspool.core.sizes import parse_size
 from unspool.data.tokenize.encoder import build_encoder
+from unspool.evals.averaged_run import run_model_path
 from unspool.inspection.attention.input_text import Text, TextSettings, read_files, read_row
 from unspool.inspection.distance_view import unique_names
 from unspool.inspection.inspect_data import find_rows, load_tokenizer_of
 from unspool.inspection.packed_rows import Rows
 from unspool.models.config import config_values
-from unspool.models.location import model_path
 from unspool.models.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
@@ -180,7 +180,7 @@ def _models(refs: Sequence[str], names: Sequence[str]) -> "list[ModelRef]":
     if names and len(names) != len(refs):
         raise ConfigError(f"`name` was given {len(names)} times for {len(refs)} models; name each or none.")
     called = names or unique_names([Path(ref) for ref in refs])
-    found = [model_path(ref, Path()) for ref in refs]
+    found = [run_model_path(ref, Path()) for ref in refs]
     return [ModelRef(name=name, ref=ref, values=config_values(ref)) for name, ref in zip(called, found, strict=True)]
 
 

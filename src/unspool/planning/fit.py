@@ -390,7 +390,8 @@ def _shorter(case: Case, stage: StageConfig) -> Iterator[Alternative]:
     while context >= 1024:
         if stage.batch_tokens % context == 0:
             shorter = stage.model_copy(update={"context_length": context, "micro_batch_tokens": None})
-            found = _first_fit(replace(case, docs=replace(case.docs, squares=min(case.docs.mean, context))), shorter)
+            docs = Documents(tokens=1.0, squares=min(case.docs.mean, context), windows=case.docs.windows)
+            found = _first_fit(replace(case, docs=docs), shorter)
             if found is not None:
                 text = f"a context length of {format_size(context)}, with rows of at most that length"
                 yield Alternative(kind="context", text=text, arguments=(), estimate=found)

@@ -23,6 +23,13 @@ def print_plan(console: Console, found: "Plan") -> None:
     shape = found.model.shape
     console.print(f"{found.loaded.recipe.name} on {machine.count} × {machine.gpu.title}", style="bold", soft_wrap=True)
     console.print(f"model  {format_count(shape.params)} parameters ({found.model.origin})", soft_wrap=True)
+    if windows := found.model.windows:
+        count = round(windows.share * shape.num_layers)
+        console.print(
+            f"layers {count} of {shape.num_layers} attend to the last {format_size(windows.size)} tokens only (sliding "
+            "windows; their speed is not measured)",
+            soft_wrap=True,
+        )
     console.print(f"rates  {found.rates}", soft_wrap=True)
     if machine.count > 1 or machine.has_given_links:
         console.print(f"links  {describe_links(machine)}", soft_wrap=True)

@@ -27,7 +27,7 @@ from unspool.data.sources.base import Source
 from unspool.models.config import SIZES, NewModel, config_values
 from unspool.models.location import HUB_ID
 from unspool.planning.cost import Shape
-from unspool.planning.step_time import Documents, documents
+from unspool.planning.step_time import Documents, Windows, documents
 from unspool.recipe.launch import cached_config
 from unspool.recipe.load import LoadedRecipe, load_recipe
 from unspool.recipe.paths import bundled_recipes
@@ -44,6 +44,16 @@ class PlannedModel:
     shape: Shape
     values: dict[str, Any]
     origin: str  # origin of the shape
+
+    @property
+    def windows(self) -> Windows | None:
+        """Return the sliding windows; None if every layer has full attention."""
+        size, layers = self.values.get("sliding_window"), self.values.get("layer_types")
+        if not size or (not layers and not self.values.get("use_sliding_window", True)):
+            return None
+        # Without layer types, a window applies to all layers.
+        share = layers.count("sliding_attention") / len(layers) if layers else 1.0
+        return Windows(size=int(size), share=share) if share else None
 
 
 def _published(
@@ -69,24 +79,41 @@ def _published(
 
 
 TIED = {"tie_word_embeddings": True}
-# By a pattern of the Hub id; the first match is used.
-SHAPES = {
-    r"llama-3\.2-1b": _published(128_256, 2048, 8192, 16, (32, 8), 5e5, 131_072, **TIED),
-    r"llama-3\.2-3b": _published(128_256, 3072, 8192, 28, (24, 8), 5e5, 131_072, **TIED),
-    r"llama-3\.1-8b": _published(128_256, 4096, 14_336, 32, (32, 8), 5e5, 131_072),
-    r"llama-3\.[13]-70b": _published(128_256, 8192, 28_672, 80, (64, 8), 5e5, 131_072),
-    r"llama-3-8b": _published(128_256, 4096, 14_336, 32, (32, 8), 5e5, 8192),
-    r"llama-3-70b": _published(128_256, 8192, 28_672, 80, (64, 8), 5e5, 8192),
-    r"llama-2-7b": _published(32_000, 4096, 11_008, 32, (32, 32), 1e4, 4096),
-    r"llama-2-13b": _published(32_000, 5120, 13_824, 40, (40, 40), 1e4, 4096),
-    r"mistral-7b": _published(32_768, 4096, 14_336, 32, (32, 8), 1e6, 32_768),
-    r"qwen2(\.5)?-7b": _published(152_064, 3584, 18_944, 28, (28, 4), 1e6, 32_768),
-    r"qwen2(\.5)?-1\.5b": _published(151_936, 1536, 8960, 28, (12, 2), 1e6, 32_768, **TIED),
-    r"qwen2(\.5)?-0\.5b": _published(151_936, 896, 4864, 24, (14, 2), 1e6, 32_768, **TIED),
-    r"smollm2-135m": _published(49_152, 576, 1536, 30, (9, 3), 1e5, 8192, **TIED),
-    r"smollm2-360m": _published(49_152, 960, 2560, 32, (15, 5), 1e5, 8192, **TIED),
-    r"smollm2-1\.7b": _published(49_152, 2048, 8192, 24, (32, 32), 1.3e5, 8192, **TIED),
+_LLAMA_3_70B = _published(128_256, 8192, 28_672, 80, (64, 8), 5e5, 131_072)
+_QWEN2_7B = _published(152_064, 3584, 18_944, 28, (28, 4), 1e6, 32_768)
+_QWEN2_1_5B = _published(151_936, 1536, 8960, 28, (12, 2), 1e6, 32_768, **TIED)
+_QWEN2_0_5B = _published(151_936, 896, 4864, 24, (14, 2), 1e6, 32_768, **TIED)
+_THREE_WINDOWS_IN_FOUR = {
+    "sliding_window": 4096,
+    "layer_types": [*["sliding_attention"] * 3, "full_attention"] * 8,
 }
+# By a part of the path or Hub id; the first match is used.
+SHAPES = {
+    "llama-3.2-1b": _published(128_256, 2048, 8192, 16, (32, 8), 5e5, 131_072, **TIED),
+    "llama-3.2-3b": _published(128_256, 3072, 8192, 28, (24, 8), 5e5, 131_072, **TIED),
+    "llama-3.1-8b": _published(128_256, 4096, 14_336, 32, (32, 8), 5e5, 131_072),
+    "llama-3.1-70b": _LLAMA_3_70B,
+    "llama-3.3-70b": _LLAMA_3_70B,
+    "llama-3-8b": _published(128_256, 4096, 14_336, 32, (32, 8), 5e5, 8192),
+    "llama-3-70b": _published(128_256, 8192, 28_672, 80, (64, 8), 5e5, 8192),
+    "llama-2-7b": _published(32_000, 4096, 11_008, 32, (32, 32), 1e4, 4096),
+    "llama-2-13b": _published(32_000, 5120, 13_824, 40, (40, 40), 1e4, 4096),
+    "mistral-7b": _published(32_768, 4096, 14_336, 32, (32, 8), 1e6, 32_768),
+    # Before its long-context stage, which `olmo3-64k` repeats.
+    "olmo-3-7b-midtrained": _published(100_278, 4096, 11_008, 32, (32, 32), 5e5, 8192, **_THREE_WINDOWS_IN_FOUR),
+    "qwen2-7b": _QWEN2_7B,
+    "qwen2.5-7b": _QWEN2_7B,
+    "qwen2-1.5b": _QWEN2_1_5B,
+    "qwen2.5-1.5b": _QWEN2_1_5B,
+    "qwen2-0.5b": _QWEN2_0_5B,
+    "qwen2.5-0.5b": _QWEN2_0_5B,
+    "smollm2-135m": _published(49_152, 576, 1536, 30, (9, 3), 1e5, 8192, **TIED),
+    "smollm2-360m": _published(49_152, 960, 2560, 32, (15, 5), 1e5, 8192, **TIED),
+    "smollm2-1.7b": _published(49_152, 2048, 8192, 24, (32, 32), 1.3e5, 8192, **TIED),
+}
+
+
+_WHAT_TO_GIVE = f"give a folder or Hub id with its config as `model`, or a model of the same shape: {', '.join(SHAPES)}"
 
 
 def planned_model(loaded: LoadedRecipe, given: str | None = None) -> PlannedModel:
@@ -103,7 +130,7 @@ def planned_model(loaded: LoadedRecipe, given: str | None = None) -> PlannedMode
         if started is not None:
             loaded, model = started
             continue
-        known = next((shape for pattern, shape in SHAPES.items() if re.search(pattern, model.lower())), None)
+        known = next((shape for name, shape in SHAPES.items() if name in model.lower()), None)
         if known is not None:
             return PlannedModel(shape=shape_of(known, model), values=known, origin=f"{model}, as published")
         return _from_hub(ref, model)
@@ -145,13 +172,11 @@ def _start_of(loaded: LoadedRecipe, model: str) -> tuple[LoadedRecipe, str | New
 
 def _from_hub(ref: str, model: str) -> PlannedModel:
     if model.startswith((".", "/", "~")) or not HUB_ID.fullmatch(ref):
-        raise ConfigError(
-            f"model {model}: not found, so its shape is unknown; give a folder or Hub id with its config as `model`."
-        )
+        raise ConfigError(f"model {model}: not found, so its shape is unknown; {_WHAT_TO_GIVE}.")
     try:
         values = config_values(ref)
     except ConfigError as error:
-        raise ConfigError(f"{error} Give the config of a model of the same shape as `model`.") from None
+        raise ConfigError(f"{error} Or {_WHAT_TO_GIVE}.") from None
     return PlannedModel(shape=shape_of(values, model), values=values, origin=f"the Hub's config of {model}")
 
 
@@ -210,6 +235,7 @@ class DatasetUse:
     available: Amount
     epochs: float | None
     document_len: float  # length of equal documents with the same attention cost
+    window_len: float | None  # the same for layers with a sliding window; None without such layers
     lengths: str  # origin of the lengths
 
 
@@ -234,11 +260,12 @@ class DataPlan:
         return all(use.lengths.startswith(COUNTED) for use in self.stages[stage])
 
 
-def plan_data(loaded: LoadedRecipe) -> DataPlan:
+def plan_data(loaded: LoadedRecipe, windows: Windows | None = None) -> DataPlan:
+    """Plan the data of every stage; `windows` are those of the model."""
     recipe = loaded.recipe
     amounts = {name: source_amount(loaded, name, source) for name, source in recipe.sources.items()}
     built = {name: _open(recipe.out / "datasets" / name, config) for name, config in recipe.datasets.items()}
-    stages = {stage.name: tuple(_uses(loaded, stage, built, amounts)) for stage in recipe.stages}
+    stages = {stage.name: tuple(_uses(loaded, stage, built, amounts, windows)) for stage in recipe.stages}
     drawn = dict.fromkeys(recipe.sources, 0.0)
     for uses in stages.values():
         for use in uses:
@@ -250,15 +277,23 @@ def plan_data(loaded: LoadedRecipe) -> DataPlan:
         for name, tokens in drawn.items()
         if tokens
     )
-    whole = {stage.name: documents_of(stages[stage.name]).of(float(stage.batch_tokens)) for stage in recipe.stages}
+    whole = {
+        stage.name: documents_of(stages[stage.name], windows).of(float(stage.batch_tokens)) for stage in recipe.stages
+    }
     repeated = [warning for uses in stages.values() for warning in epoch_warnings(_known(uses))]
     return DataPlan(stages=stages, sources=sources, documents=whole, warnings=tuple(dict.fromkeys(repeated)))
 
 
-def documents_of(uses: tuple[DatasetUse, ...]) -> Documents:
+def documents_of(uses: tuple[DatasetUse, ...], windows: Windows | None = None) -> Documents:
     """Return the documents of a stage's mix, per token."""
     total = sum(use.share for use in uses)
-    return Documents(tokens=1.0, squares=sum(use.share / total * use.document_len for use in uses))
+    inside = [use.share / total * use.window_len for use in uses if use.window_len is not None]
+    return Documents(
+        tokens=1.0,
+        squares=sum(use.share / total * use.document_len for use in uses),
+        windows=windows,
+        windowed=sum(inside) if windows else None,
+    )
 
 
 def _known(uses: tuple[DatasetUse, ...]) -> dict[str, float]:
@@ -266,7 +301,11 @@ def _known(uses: tuple[DatasetUse, ...]) -> dict[str, float]:
 
 
 def _uses(
-    loaded: LoadedRecipe, stage: StageConfig, built: dict[str, RowSet | None], amounts: dict[str, Amount]
+    loaded: LoadedRecipe,
+    stage: StageConfig,
+    built: dict[str, RowSet | None],
+    amounts: dict[str, Amount],
+    windows: Windows | None,
 ) -> Iterator[DatasetUse]:
     """Return the datasets of a stage's mix, in its order."""
     tokens = stage.steps * stage.batch_tokens
@@ -276,14 +315,15 @@ def _uses(
         config, rows = loaded.recipe.datasets[name], built[name]
         share = weight / total
         available = _rows_amount(config, rows, amounts)
-        length, origin = _document_len(config, rows, stage, loaded)
+        docs, origin = _documents(config, rows, stage, loaded, windows)
         yield DatasetUse(
             name=name,
             share=share,
             tokens=share * tokens,
             available=available,
             epochs=exact.get(name) if exact else _ratio(share * tokens, available.tokens),
-            document_len=length,
+            document_len=docs.mean,
+            window_len=docs.in_window / docs.tokens if windows else None,
             lengths=origin,
         )
 
@@ -328,41 +368,51 @@ def _rows_amount(config: DatasetConfig, rows: RowSet | None, amounts: dict[str, 
     return Amount(tokens=tokens, how=ESTIMATED, why="from its sources")
 
 
-def _document_len(
-    config: DatasetConfig, rows: RowSet | None, stage: StageConfig, loaded: LoadedRecipe
-) -> tuple[float, str]:
-    """Return Σ length² ÷ Σ length of the spans that attend to themselves, and its origin."""
+def _documents(
+    config: DatasetConfig, rows: RowSet | None, stage: StageConfig, loaded: LoadedRecipe, windows: Windows | None
+) -> tuple[Documents, str]:
+    """Return the spans that attend to themselves, and the origin of their lengths."""
     if rows is not None:
         every = max(1, len(rows) // MAX_ROWS)
         picked = [rows[index] for index in range(0, len(rows), every)]
         full = stage.attention == "full"
         lens = [attended_lens(row.doc_lens, "full" if full else row.attention) for row in picked]
-        return documents(np.concatenate(lens)).mean, f"{COUNTED} in {len(picked)} rows"
+        return documents(np.concatenate(lens), windows), f"{COUNTED} in {len(picked)} rows"
+    whole = Documents(tokens=1.0, squares=float(config.seq_len), windows=windows)
     if stage.attention == "full" or config.attention == "full" or config.chunk_strategy:
-        return float(config.seq_len), "full attention over rows"
+        return whole, "full attention over rows"
     if config.packing == "single_doc":
-        return float(config.seq_len), "one document fills a row"
-    found = [_source_len(loaded, name, config.seq_len) for name in config.shares]
+        return whole, "one document fills a row"
+    found = [_source_documents(loaded, name, config.seq_len, windows) for name in config.shares]
     shares = list(config.shares.values())
-    mean = sum(share * length for share, (length, _) in zip(shares, found, strict=True)) / sum(shares)
+    mean = sum(share * docs.mean for share, (docs, _) in zip(shares, found, strict=True)) / sum(shares)
+    inside = sum(share * docs.in_window for share, (docs, _) in zip(shares, found, strict=True)) / sum(shares)
     origins = dict.fromkeys(origin for _, origin in found)
-    return mean, "; ".join(origins)
+    windowed = inside if windows else None
+    return Documents(tokens=1.0, squares=mean, windows=windows, windowed=windowed), "; ".join(origins)
 
 
-def _source_len(loaded: LoadedRecipe, name: str, row_len: int) -> tuple[float, str]:
+def _source_documents(loaded: LoadedRecipe, name: str, row_len: int, windows: Windows | None) -> tuple[Documents, str]:
+    """Return one token of a source's documents, and the origin of their lengths."""
     source = loaded.recipe.sources[name]
     counts = (read_manifest(loaded.recipe.out / "corpus" / name) or {}).get("counts", {})
     lengths = counts.get("lengths")
     if lengths and sum(lengths["tokens"]):
-        squares = sum(
-            tokens * min(tokens / max(1, number), row_len)
+        # Documents of one range of lengths count as equally long.
+        groups = [
+            Documents(tokens=tokens, squares=tokens * min(tokens / max(1, number), row_len), windows=windows)
             for tokens, number in zip(lengths["tokens"], lengths["documents"], strict=True)
-        )
-        return squares / sum(lengths["tokens"]), f"{COUNTED} in the corpus"
+            if tokens
+        ]
+        total = sum(lengths["tokens"])
+        windowed = sum(group.in_window for group in groups) / total if windows else None
+        squares = sum(group.squares for group in groups) / total
+        return Documents(tokens=1.0, squares=squares, windows=windows, windowed=windowed), f"{COUNTED} in the corpus"
     expected = source.with_paths(loaded.path).estimate().document_len
     if expected is not None:
-        return min(expected, float(row_len)), "as generated"
-    return float(min(ASSUMED, row_len)), f"assumed: documents of {format_size(ASSUMED)}"
+        return Documents(tokens=1.0, squares=min(expected, float(row_len)), windows=windows), "as generated"
+    assumed = Documents(tokens=1.0, squares=float(min(ASSUMED, row_len)), windows=windows)
+    return assumed, f"assumed: documents of {format_size(ASSUMED)}"
 
 
 def source_amount(loaded: LoadedRecipe, name: str, source: Source) -> Amount:

@@ -36,7 +36,7 @@ from unspool.planning.fit import (
 from unspool.planning.footprint import PARTS
 from unspool.planning.origins import LEGEND, number_origins, plain_links
 from unspool.planning.plan_text import print_plan
-from unspool.planning.recipe_inputs import DataPlan, DatasetUse, PlannedModel, plan_data, planned_model
+from unspool.planning.recipe_inputs import DataPlan, DatasetUse, PlannedModel, documents_of, plan_data, planned_model
 from unspool.planning.step_time import Documents, documents, flops_per_token, forward_flops
 from unspool.recipe.load import LoadedRecipe
 from unspool.rope.bound import bound, first_negative
@@ -166,7 +166,7 @@ def plan_recipe(
     advance: Callable[[int], None] = lambda done: None,
 ) -> Plan:
     found = planned_model(loaded, model)
-    data = plan_data(loaded)
+    data = plan_data(loaded, found.windows)
     stages = []
     for index, stage in enumerate(loaded.recipe.stages):
         stages.append(_plan_stage(loaded, index, stage, machine, found, data, measured))
@@ -227,7 +227,7 @@ def _plan_stage(
         stage=stage,
         index=index,
         flops_per_token=flops_per_token(model.shape, docs),
-        weighing_flops=forward_flops(model.shape, *forward_only(stage, docs)) / docs.tokens,
+        weighing_flops=_weighing_flops(model, stage, docs),
         written=written,
         problem=problem,
         chosen=chosen,
@@ -237,6 +237,11 @@ def _plan_stage(
         reported=None if stage.reported is None else _reported(stage.reported, stage, model, docs),
         waiting=1.0 if chosen is None else _waiting(data.stages[stage.name], stage, model, chosen.layout),
     )
+
+
+def _weighing_flops(model: PlannedModel, stage: StageConfig, docs: Documents) -> float:
+    tokens, squares = forward_only(stage, docs)
+    return forward_flops(model.shape, Documents(tokens=tokens, squares=squares, windows=docs.windows)) / docs.tokens
 
 
 def _waiting(uses: Sequence[DatasetUse], stage: StageConfig, model: PlannedModel, layout: Layout) -> float:
@@ -250,10 +255,14 @@ def _waiting(uses: Sequence[DatasetUse], stage: StageConfig, model: PlannedModel
     )
     tokens = stage.context_length
     # A context holds rows of one dataset, and documents of one length cost tokens × length.
-    costs = np.array([cost.linear * tokens + cost.quadratic * tokens * use.document_len for use in uses])
+    costs = np.array([cost.linear * tokens + cost.quadratic * tokens * documents_of((use,)).mean for use in uses])
+    true = np.array(
+        [cost.linear * tokens + cost.quadratic * tokens * documents_of((use,), model.windows).per_layer for use in uses]
+    )
     shares = np.array([use.share for use in uses])
-    drawn = rng_for(0, "planned rows", stage.name).choice(costs, size=(DRAWN, rows), p=shares / shares.sum())
-    return float(np.mean([imbalance(step, arrange(step, groups))[1] for step in drawn]))
+    drawn = rng_for(0, "planned rows", stage.name).choice(len(uses), size=(DRAWN, rows), p=shares / shares.sum())
+    # The loader arranges rows as if every layer had full attention.
+    return float(np.mean([imbalance(true[step], arrange(costs[step], groups))[1] for step in drawn]))
 
 
 def _reported(hours: ReportedHours, stage: StageConfig, model: PlannedModel, docs: Documents) -> ReportedSpeed:
@@ -263,7 +272,7 @@ def _reported(hours: ReportedHours, stage: StageConfig, model: PlannedModel, doc
     def mfu(of: Documents) -> float | None:
         return None if gpu is None else speed * flops_per_token(model.shape, of) / (gpu.tflops * 1e12)
 
-    full = documents([stage.context_length])
+    full = documents([stage.context_length], docs.windows)
     return ReportedSpeed(hours=hours, tokens_per_second=speed, mfu=mfu(docs), full_mfu=mfu(full))
 
 
@@ -357,7 +366,12 @@ def as_plain(plan: Plan) -> dict[str, Any]:
             "links": plain_links(machine) if machine.count > 1 or machine.has_given_links else None,
         },
         "origin_words": LEGEND,
-        "model": {"origin": plan.model.origin, "parameters": plan.model.shape.params, **asdict(plan.model.shape)},
+        "model": {
+            "origin": plan.model.origin,
+            "parameters": plan.model.shape.params,
+            **asdict(plan.model.shape),
+            "windows": None if plan.model.windows is None else asdict(plan.model.windows),
+        },
         "sources": [asdict(source) for source in plan.data.sources],
         "stages": [_plain_stage(plan, stage) for stage in plan.stages],
         "warnings": list(plan.data.warnings),

@@ -5,7 +5,8 @@ other ranks, overlap with them and count only if they take longer. Ulysses overl
 
 Rates were measured on one H200 with whole models: matrix products of hidden size 4,096 at 705 TFLOP/s and of 576 at
 about 440; attention as in ATTENTION; other operators at 3.0 TB/s when fused, 2.8 times as long when not. Other devices
-are scaled by their data sheets. Sliding windows are ignored.
+are scaled by their data sheets. Layers with a sliding window count the pairs inside it, at the rate of their kernel for
+full attention; windows themselves were not measured.
 """
 
 from collections.abc import Sequence
@@ -23,6 +24,9 @@ NARROW = 450
 # By largest head size: forward rate, backward rate, and the minimum seconds per token and query element, which apply to
 # short documents (forward and backward).
 ATTENTION = {64: (495e12, 435e12, 2.6e-11), 256: (593e12, 522e12, 1.08e-11)}
+# Seconds of `varlen_attn`, which computes windows, ÷ seconds at these rates; one document of 64K, full attention
+# (benchmarks/results/attention.json).
+WINDOW_KERNEL = {64: 1.47, 256: 1.68}
 BETWEEN = 3.0e12  # bytes per second of fused operators
 UNFUSED = 2.8  # times as long if not fused
 BACKWARD = 2.5  # operations of attention's backward pass ÷ its forward pass
@@ -90,36 +94,69 @@ class StepSeconds:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Windows:
+    """The sliding windows of a model."""
+
+    size: int  # tokens that a query sees, including its own
+    share: float  # of all layers
+
+    def squares(self, lens: np.ndarray) -> np.ndarray:
+        """Return twice the pairs that a window leaves of each document: its square if it fits into the window."""
+        return np.asarray(lens**2 - np.maximum(0.0, lens - self.size) ** 2)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Documents:
     """Number of tokens, and sum of squared document lengths, which determines the cost of attention."""
 
     tokens: float
     squares: float
+    windows: Windows | None = None  # of the model that reads them
+    windowed: float | None = None  # the squares inside the window; None: those of equal documents
 
     @property
     def mean(self) -> float:
         """Return the length of equal documents with the same attention cost."""
         return self.squares / self.tokens
 
+    @property
+    def in_window(self) -> float:
+        """Return the squares that a layer with a sliding window computes."""
+        if self.windows is None or self.windowed is not None:
+            return self.squares if self.windowed is None else self.windowed
+        return float(self.windows.squares(np.array(self.mean))) / self.mean * self.tokens
+
+    @property
+    def per_layer(self) -> float:
+        """Return the squares that a layer computes, as the mean over the layers."""
+        share = 0.0 if self.windows is None else self.windows.share
+        return (1 - share) * self.squares + share * self.in_window
+
     def of(self, tokens: float) -> "Documents":
         """Return `tokens` tokens of such documents."""
-        return Documents(tokens=tokens, squares=self.mean * tokens)
+        windowed = None if self.windowed is None else self.windowed / self.tokens * tokens
+        return replace(self, tokens=tokens, squares=self.mean * tokens, windowed=windowed)
 
 
-def documents(lens: Sequence[int] | np.ndarray) -> Documents:
+def documents(lens: Sequence[int] | np.ndarray, windows: Windows | None = None) -> Documents:
     found = np.asarray(lens, dtype=np.float64)
-    return Documents(tokens=float(found.sum()), squares=float((found**2).sum()))
+    return Documents(
+        tokens=float(found.sum()),
+        squares=float((found**2).sum()),
+        windows=windows,
+        windowed=None if windows is None else float(windows.squares(found).sum()),
+    )
 
 
 def flops_per_token(shape: Shape, docs: Documents) -> float:
     """Return forward and backward FLOPs per token, by the convention of training/metrics/flops.py."""
-    attention = 6.0 * shape.num_layers * shape.num_heads * 2 * shape.head_dim * docs.mean / 2
+    attention = 6.0 * shape.num_layers * shape.num_heads * 2 * shape.head_dim * (docs.per_layer / docs.tokens) / 2
     return 6.0 * shape.matmul_params - 6.0 * shape.num_layers * 2 * shape.hidden + attention
 
 
-def forward_flops(shape: Shape, tokens: float, squares: float) -> float:
-    """Return the FLOPs of forward passes over documents with these tokens and summed squared lengths."""
-    return flops_per_token(shape, Documents(tokens=tokens, squares=squares)) * tokens / 3 if tokens else 0.0
+def forward_flops(shape: Shape, docs: Documents) -> float:
+    """Return the FLOPs of forward passes over documents."""
+    return flops_per_token(shape, docs) * docs.tokens / 3 if docs.tokens else 0.0
 
 
 def step_seconds(shape: Shape, setup: StepSetup, docs: Documents, speed: DeviceSpeed) -> StepSeconds:
@@ -144,20 +181,24 @@ class _StepTimer:
         if not tokens:
             return 0.0
         setup = replace(self.setup, tokens=round(tokens), compiled=False)
-        passes = _StepTimer(self.shape, setup, Documents(tokens=tokens, squares=squares), self.speed)
+        docs = Documents(tokens=tokens, squares=squares, windows=self.docs.windows)
+        passes = _StepTimer(self.shape, setup, docs, self.speed)
         layers = self.shape.num_layers * (passes.layer_products() + passes.between()[0]) + passes.attention()[0]
         head = 2.0 * self.shape.table_params * tokens / self.matmul
         return layers * self.speed.layers + head * self.speed.rest
 
     def attention(self) -> tuple[float, float]:
         """Seconds of all layers, forward and backward."""
-        shape, speed = self.shape, self.speed
+        shape, speed, docs = self.shape, self.speed, self.docs
         queries = shape.num_heads * shape.head_dim
-        forward_rate, backward_rate, token = next(
-            rates for size, rates in ATTENTION.items() if shape.head_dim <= size or size == max(ATTENTION)
-        )
+        size = next((size for size in ATTENTION if shape.head_dim <= size), max(ATTENTION))
+        forward_rate, backward_rate, token = ATTENTION[size]
         ranks = self.setup.layout.sequence_ranks
-        flops = 2.0 * queries * self.docs.squares * shape.num_layers / ranks
+        share = 0.0 if docs.windows is None else docs.windows.share
+        # Where every document fits into the window, the layers run the kernel of full attention.
+        slower = WINDOW_KERNEL[size] if docs.in_window < docs.squares and not self.setup.on_cpu else 1.0
+        flops = 2.0 * queries * docs.squares * (shape.num_layers * (1 - share)) / ranks
+        flops += slower * 2.0 * queries * docs.in_window * (shape.num_layers * share) / ranks
         short = speed.short * token * queries * self.docs.tokens * shape.num_layers / ranks
         forward = flops / forward_rate + short / 3
         backward = BACKWARD * flops / backward_rate + short * 2 / 3

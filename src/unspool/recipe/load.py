@@ -14,8 +14,9 @@ from pydantic import ValidationError
 
 from unspool.core.config import did_you_mean
 from unspool.core.errors import ConfigError
+from unspool.evals.averaged_run import run_model_path
 from unspool.evals.config import EvalConfig
-from unspool.models.location import ASSET_PREFIX, HUB_ID, model_path, path_exists, resolve_path, suggestion
+from unspool.models.location import ASSET_PREFIX, HUB_ID, path_exists, resolve_path, suggestion
 from unspool.recipe.extends import read_recipe
 from unspool.recipe.json_schema import dotted, misplaced_booleans, recipe_schema, refuse, validation_problems
 from unspool.recipe.overrides import apply_overrides
@@ -47,7 +48,7 @@ class LoadedRecipe:
 
     def model_path(self, value: str) -> str:
         """Return the path or Hub id of a model or tokenizer; for a run or stage folder, its model."""
-        return model_path(value, self.root)
+        return run_model_path(value, self.root)
 
     def generated(self, sources: Iterable[str]) -> list[str]:
         """Return the `synth` sets that these sources read, in the recipe's order."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from unspool.core.artifacts import find_damage, read_manifest, write_atomic
 from unspool.core.errors import BusyError, ConfigError, UnspoolError
 from unspool.core.lock import LOCK
+from unspool.evals.averaged_run import MODEL
 from unspool.recipe.load import LoadedRecipe
 
 if TYPE_CHECKING:
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MODEL = "model"  # folder of a run
 BASE = "base"  # a run without stages has only the scores of its model
 
 
@@ -81,6 +81,7 @@ def merge_weights(study: "Study", run: "StudyRun") -> bool:
         failure.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(failure, json.dumps({"error": str(error)}, indent=1) + "\n")
         return False
+    logger.info(f"{run.name}: no stage is trained; `base` is the averaged model here")
     if written:  # a record of earlier scores is about other weights
         (study.out / DONE / f"{run.name}.json").unlink(missing_ok=True)
     return True

@@ -1,7 +1,9 @@
 """Rank the candidates of a trial by their loss beyond the old context, with paired differences to the best.
 
-All candidates were measured on the same windows. The intervals hold for all differences together: Student's t over
-windows, with the error level divided by the number of comparisons (Bonferroni).
+All candidates were measured on the same windows. The intervals hold for all differences together: Student's t with the
+error level divided by the number of comparisons (Bonferroni). Windows of one document are alike, so the error is that
+of clusters, and never smaller than that over windows. Fewer than MIN_DOCUMENTS cannot show how documents differ; then
+the intervals cover other windows of the same documents only.
 """
 
 import math
@@ -12,10 +14,11 @@ from itertools import pairwise
 import numpy as np
 
 from unspool.core.errors import DataError
-from unspool.core.stats import ALPHA, standard_error, t_quantile
+from unspool.core.stats import ALPHA, clustered_error, standard_error, t_quantile
 
 Losses = Mapping[str, Sequence[float]]
 """By window: the mean loss of each range of positions."""
+MIN_DOCUMENTS = 4  # of two documents, an interval for eight comparisons would be 100 standard errors to each side
 # The last range is at least this long, relative to the one before.
 LEAST_LAST = 0.5
 
@@ -64,13 +67,22 @@ class Ranked:
     losses: Mapping[str, tuple[float, ...]]
 
 
-def rank(measured: Mapping[str, Losses], edges: Sequence[int], *, reference: str | None = None) -> list[Ranked]:
+def rank(
+    measured: Mapping[str, Losses],
+    edges: Sequence[int],
+    *,
+    reference: str | None = None,
+    documents: Mapping[str, str] | None = None,
+) -> list[Ranked]:
     """Return the candidates from the lowest loss beyond the old context to the highest.
 
-    `reference` is the candidate that losses within the old context are compared with. Raises DataError if two
-    candidates were measured on different windows.
+    `reference` is the candidate that losses within the old context are compared with. `documents` has the document of
+    each window; by default each window has its own. Raises DataError if two candidates were measured on different
+    windows.
     """
     tables = _tables(measured)
+    windows = sorted(next(iter(measured.values())))
+    clusters = windows if documents is None else [documents[window] for window in windows]
     counts = range_counts(edges)
     inside = {label: table[:, 0] for label, table in tables.items()}
     beyond = {label: table[:, 1:] @ counts[1:] / counts[1:].sum() for label, table in tables.items()}
@@ -83,10 +95,10 @@ def rank(measured: Mapping[str, Losses], edges: Sequence[int], *, reference: str
             inside=float(inside[label].mean()),
             beyond=float(beyond[label].mean()),
             ranges=tuple(map(float, tables[label].mean(axis=0))),
-            to_best=None if label == best else _difference(beyond[label] - beyond[best], len(order) - 1),
+            to_best=None if label == best else _difference(beyond[label] - beyond[best], clusters, len(order) - 1),
             inside_cost=None
             if reference not in tables or label == reference
-            else _difference(inside[label] - inside[reference], len(order) - 1),
+            else _difference(inside[label] - inside[reference], clusters, len(order) - 1),
             losses={window: tuple(losses) for window, losses in measured[label].items()},
         )
         for label in order
@@ -106,9 +118,13 @@ def _tables(measured: Mapping[str, Losses]) -> dict[str, np.ndarray]:
     return {label: np.array([other[window] for window in windows]) for label, other in measured.items()}
 
 
-def _difference(values: np.ndarray, comparisons: int) -> Difference:
+def _difference(values: np.ndarray, clusters: Sequence[str], comparisons: int) -> Difference:
     mean, error = standard_error(values)
-    half = t_quantile(len(values) - 1, 1 - ALPHA / (2 * comparisons)) * error
+    level = 1 - ALPHA / (2 * comparisons)
+    half = t_quantile(len(values) - 1, level) * error
+    if MIN_DOCUMENTS <= len(set(clusters)) < len(values):
+        error, degrees = clustered_error(values, clusters)
+        half = max(half, t_quantile(degrees, level) * error)
     return Difference(mean=mean, low=mean - half, high=mean + half)
 
 

@@ -13,7 +13,7 @@ from unspool.core.result import Result
 from unspool.core.sizes import format_size
 from unspool.core.table import Entry, Table, entries, markdown_table, terminal_table
 from unspool.studies.rope_trial.candidates import Candidate
-from unspool.studies.rope_trial.ranking import Difference, Ranked, merge_ranges
+from unspool.studies.rope_trial.ranking import MIN_DOCUMENTS, Difference, Ranked, merge_ranges
 
 MAX_RANGES = 3  # columns of position ranges beyond the old context
 
@@ -115,6 +115,16 @@ class RopeTrial(Result):
         for line in self.lines.splitlines():
             console.print(f"  {line}", soft_wrap=True)
 
+    def _number(self) -> str:
+        """Return the number of windows and documents, and what the intervals make of the documents."""
+        windows, documents = self.num_windows, self.num_documents
+        found = f"n = {windows} windows of {documents} document{'s' * (documents != 1)}"
+        if documents == windows:
+            return found
+        if documents < MIN_DOCUMENTS:
+            return f"{found}, too few to cover other documents"
+        return f"{found}; windows of one document are not counted as independent"
+
     def _training(self) -> str:
         if self.stage is None:
             return "without training"
@@ -144,11 +154,12 @@ class RopeTrial(Result):
         found = []
         if len(self.ranked) > 1:
             found.append(
-                f"Differences are paired by window. The 95% intervals (Student's t, n = {self.num_windows}) hold for "
-                "all of them together."
+                f"Differences are paired by window. The 95% intervals (Student's t, {self._number()}) hold for all of "
+                "them together."
             )
             found.append(
-                f"Not told apart from {self.best} (=): {join_words(self.ties)}. More windows narrow the intervals."
+                f"Not told apart from {self.best} (=): {join_words(self.ties)}. More "
+                f"{'windows' if self.num_documents == self.num_windows else 'documents'} narrow the intervals."
                 if self.ties
                 else f"On this text, {self.best} is better than every other candidate."
             )

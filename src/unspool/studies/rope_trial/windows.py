@@ -29,8 +29,8 @@ class Windows:
     """Windows of token ids, the same for every candidate."""
 
     ids: list[np.ndarray] = field(repr=False)
-    documents: frozenset[str]
-    """Digests of the documents that the windows are from."""
+    documents: list[str] = field(repr=False)
+    """By window: the digest of the document that it is from."""
     tokens_each: int
 
     @property
@@ -65,7 +65,7 @@ def draw_windows(text: str | None, tokenizer: Any, *, length: int, count: int, s
     taken = sorted(rounds, key=lambda place: place[0])[:count]
     return Windows(
         ids=[np.concatenate([opening, chosen[name][at]]) for at, name in taken],
-        documents=frozenset(name for _, name in taken),
+        documents=[name for _, name in taken],
         tokens_each=length,
     )
 
