@@ -1,7 +1,10 @@
 """What holds for every test: one thread, so that sums come out the same each time, examples that are the same each
 time, however slow the machine is, and `gpu` marks that skip."""
 
+import functools
+import gc
 import os
+import sysconfig
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -12,6 +15,9 @@ from unspool.core.logging import set_up_logging
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Asking the driver whether there is a device would spoil it for every process forked later.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+
+# The log of each task of a corpus asks for all of them three times, which takes as long as a small task.
+sysconfig.get_path = functools.cache(sysconfig.get_path)
 
 # Neither time nor chance decides: an example that takes long on a busy machine is no failure, and one that nobody has
 # met before would fail a change that has nothing to do with it. `--hypothesis-profile default` looks for new ones.
@@ -25,6 +31,14 @@ settings.load_profile("unspool")
 def _log_lines_on_stderr() -> None:
     """As on the command line, so that tests can read log lines."""
     set_up_logging()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _garbage_of_this_file_only() -> None:
+    """The package collects garbage after each corpus and each model. Imported modules and collected tests are a million
+    objects and none is garbage: without this, looking through them takes half the time of tests/studies."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -36,6 +36,7 @@ def packed(tmp_path, monkeypatch):
         wheel.writestr("datatrove/assets/large.bin", RNG.bytes(1000))
     monkeypatch.setattr(bundle, "download", lambda *_: sorted(wheels.iterdir()))
     monkeypatch.setattr(bundle, "RESERVED", 0)
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")  # the packages are imported, and no file may be added to them
     monkeypatch.setattr(bundle, "IMPORTS", ("json",))
     (tmp_path / "packages.txt").write_text("spare  # nothing else\n")
     args = Namespace(

@@ -5,6 +5,7 @@ import json
 import logging
 import re
 from dataclasses import replace
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from unspool.core.errors import ConfigError
 from unspool.evals.eval_request import check_request
 from unspool.models.location import resolve_path
 from unspool.recipe.paths import bundled_studies
-from unspool.studies.load import load_study
+from unspool.studies.load import StudyRun, load_study
 from unspool.studies.merged_arms import merge_weights
 from unspool.studies.raw_results import collect, read_runs
 from unspool.studies.run import is_done, states
@@ -33,12 +34,18 @@ SCREEN = ("exact", "longce", "longfilter", "cope", "attention-scale", "merged")
 SOURCES = ("books", "wiki", "papers", "textbooks")
 
 
+@cache
+def runs_of(name: str) -> list[StudyRun]:
+    """Read only: all tests share them."""
+    return load_study(name).runs
+
+
 def recipes_of(name: str, seed: int = 0) -> dict[str, Any]:
-    return {run.arm: run.loaded.recipe for run in load_study(name).runs if run.seed == seed}
+    return {run.arm: run.loaded.recipe for run in runs_of(name) if run.seed == seed}
 
 
 def test_runs_of_utk_small_are_not_repeated():
-    ours, theirs = ({run.name: run for run in load_study(name).runs} for name in ("newer-small", "utk-small"))
+    ours, theirs = ({run.name: run for run in runs_of(name)} for name in ("newer-small", "utk-small"))
     for name in (f"{arm}-s{seed}" for arm in ("abf", "utk-80") for seed in range(3)):
         assert recipe_digest(ours[name].loaded) == recipe_digest(theirs[name].loaded)
 

@@ -10,8 +10,10 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -33,6 +35,7 @@ PATIENT = Limits(
 )
 SECONDS = 300  # of all ranks together; only those that wait for each other reach it
 STEPS, BAD_STEP = 8, 5
+GIVEN: set[int] = set()  # ports of jobs that may not have begun
 BEAT = Heartbeat(
     number=1,
     step=7,
@@ -61,27 +64,34 @@ def free_port() -> int:
     drawn = random.SystemRandom()
     while True:
         port = drawn.randrange(20_000, 32_000)
+        if port in GIVEN:
+            continue
         with socket.socket() as tried:
             try:
                 tried.bind(("127.0.0.1", port))
             except OSError:
                 continue
+            GIVEN.add(port)
             return port
 
 
-def start(
+def begin(
     work: Callable[[Ranks], None], folder: Path, world_size: int = 2, limits: Limits = PATIENT
-) -> tuple[list[int], list[str]]:
-    """`work` on forked ranks: their exit codes, and what each said."""
+) -> Callable[[], tuple[list[int], list[str]]]:
+    """`work` on forked ranks. What is returned waits for them: their exit codes, and what each said."""
     if torch.cuda.is_initialized():
         pytest.skip("a process that has used CUDA cannot fork; run this test by itself")
     port = free_port()
     children = [
         _fork(work, environment(rank, world_size, port), folder / str(rank), limits) for rank in range(world_size)
     ]
+    return partial(_end, children, folder)
+
+
+def _end(children: list[int], folder: Path) -> tuple[list[int], list[str]]:
     codes: dict[int, int] = {}
     until = time.monotonic() + SECONDS
-    while len(codes) < world_size and time.monotonic() < until:
+    while len(codes) < len(children) and time.monotonic() < until:
         for rank, child in enumerate(children):
             if rank not in codes:
                 found, status = os.waitpid(child, os.WNOHANG)
@@ -92,9 +102,13 @@ def start(
         if rank not in codes:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
-    assert len(codes) == world_size, f"ranks that did not end: {set(range(world_size)) - codes.keys()}"
-    said = [(folder / str(rank)).read_text() for rank in range(world_size)]
-    return [codes[rank] for rank in range(world_size)], said
+    assert len(codes) == len(children), f"ranks that did not end: {set(range(len(children))) - codes.keys()}"
+    said = [(folder / str(rank)).read_text() for rank in range(len(children))]
+    return [codes[rank] for rank in range(len(children))], said
+
+
+def start(work: Callable[[Ranks], None], folder: Path, world_size: int = 2) -> tuple[list[int], list[str]]:
+    return begin(work, folder, world_size)()
 
 
 def _fork(work: Callable[[Ranks], None], env: dict[str, str], said: Path, limits: Limits) -> int:
@@ -211,13 +225,37 @@ def test_a_rank_may_be_still_for_longer_at_first_and_outside_of_steps_for_ever(m
     assert not is_stuck_after(4 * 35 - 5) and is_stuck_after(10), "four times what a step has taken"
 
 
-@pytest.mark.parametrize("bad", [0, 1])
-def test_a_killed_rank_is_named_with_its_step_and_ends_the_others(bad, tmp_path):
+def stuck() -> None:
+    time.sleep(10 * SECONDS)
+
+
+@pytest.fixture(scope="module")
+def silent(tmp_path_factory) -> dict[str, tuple[list[int], list[str]]]:
+    """Jobs in which a rank falls silent, all at once, because the others only wait until they notice."""
     # Its beats must be missed within four of them after the connection was lost.
-    limits = replace(PATIENT, interval=2.0, dead_after_lost_connection=0.5, grace=3.0)
-    codes, said = start(
-        lambda mine: steps(mine, lambda: os.kill(os.getpid(), signal.SIGKILL), rank=bad), tmp_path, limits=limits
+    killed = replace(PATIENT, interval=2.0, dead_after_lost_connection=0.5, grace=3.0)
+    hung = replace(PATIENT, hung_after=5.0, grace=3.0)
+    without = replace(
+        PATIENT, dead_after=0.5, dead_after_lost_connection=0.5, hung_after=0.5, hung_after_in_first_steps=0.5
     )
+
+    def begin_steps(limits: Limits, at_bad: Callable[[], None], rank: int = 1) -> Callable[[], Any]:
+        return begin(lambda mine: steps(mine, at_bad, rank=rank), tmp_path_factory.mktemp("silent"), limits=limits)
+
+    begun = {
+        f"rank {bad} is killed": begin_steps(killed, lambda: os.kill(os.getpid(), signal.SIGKILL), bad)
+        for bad in (0, 1)
+    }
+    begun["rank 1 hangs"] = begin_steps(hung, stuck)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Watchdog, "_find_failure", lambda self: None)
+        begun["rank 1 hangs, without beats"] = begin_steps(without, lambda: time.sleep(2))
+    return {name: end() for name, end in begun.items()}
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+def test_a_killed_rank_is_named_with_its_step_and_ends_the_others(bad, silent):
+    codes, said = silent[f"rank {bad} is killed"]
     assert codes[bad] == -signal.SIGKILL
     assert codes[1 - bad] != 0
     # Without torchrun rank 0 hosts the store, which is gone with it.
@@ -227,11 +265,8 @@ def test_a_killed_rank_is_named_with_its_step_and_ends_the_others(bad, tmp_path)
     assert wanted in said[1 - bad], said
 
 
-def test_a_rank_that_hangs_is_named_with_its_step_and_where(tmp_path):
-    def stuck() -> None:
-        time.sleep(10 * SECONDS)
-
-    codes, said = start(lambda mine: steps(mine, stuck), tmp_path, limits=replace(PATIENT, hung_after=5.0, grace=3.0))
+def test_a_rank_that_hangs_is_named_with_its_step_and_where(silent):
+    codes, said = silent["rank 1 hangs"]
     assert all(codes)
     assert f"rank 1 hangs at step {BAD_STEP}" in said[0]
     assert "in stuck (test_ranks.py:" in said[0]
@@ -260,13 +295,9 @@ def test_a_mistake_that_all_ranks_find_is_told_once(tmp_path):
     assert "".join(said).count("lr must be above 0.") == 1
 
 
-def test_without_beats_a_rank_that_hangs_would_not_be_noticed(tmp_path, monkeypatch):
+def test_without_beats_a_rank_that_hangs_would_not_be_noticed(silent):
     """What is shown above is the heartbeat's doing."""
-    monkeypatch.setattr(Watchdog, "_find_failure", lambda self: None)
-    limits = replace(
-        PATIENT, dead_after=0.5, dead_after_lost_connection=0.5, hung_after=0.5, hung_after_in_first_steps=0.5
-    )
-    codes, said = start(lambda mine: steps(mine, lambda: time.sleep(2)), tmp_path, limits=limits)
+    codes, said = silent["rank 1 hangs, without beats"]
     assert codes == [0, 0], said
 
 

@@ -1,7 +1,6 @@
 """Whatever a reader is given, it ends, it stays small, it gives items and nothing else, and a corpus adds up."""
 
 import faulthandler
-import functools
 import json
 import os
 import re
@@ -9,7 +8,6 @@ import resource
 import shutil
 import signal
 import sys
-import sysconfig
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -211,9 +209,6 @@ def quick_builds(monkeypatch):
     """Without the slowest parts of a small corpus, which have their own tests."""
     monkeypatch.setattr(build, "choose_route", lambda encoder, sample: encoder)
     monkeypatch.setattr(build, "forget_engines", lambda *_: None)  # looks through all that Python holds
-    monkeypatch.setattr(
-        sysconfig, "get_path", functools.cache(sysconfig.get_path)
-    )  # requested at the start of every log
     monkeypatch.setattr(base, "TASK_BYTES", 2000)
 
 

@@ -2,10 +2,12 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from factory import build_model, random_row
 from unspool.data.packing.row import Row
@@ -47,7 +49,7 @@ class Outcome:
     losses: list[float]  # by step
     norms: list[float]
     grads: dict[str, torch.Tensor]  # of the first step
-    weights: dict[str, torch.Tensor]  # after the last
+    weights: dict[str, torch.Tensor]  # after both steps; none after the first alone
 
 
 Count = Callable[[int, Any], float]
@@ -57,9 +59,14 @@ def global_count(valid: int, mesh: Any) -> float:
     return sum_over_ranks([valid], mesh)[0]
 
 
-def one_rank(case: Case) -> Outcome:
-    model = _build(case)
-    return _train(model, _batches(case), steps=STEPS, count=float, total=float)
+def one_rank(case: Case, *, steps: int = STEPS) -> Outcome:
+    return _train(_build(case), _batches(case), steps=steps, count=float, total=float)
+
+
+@cache
+def mesh_of(config: ParallelConfig) -> DeviceMesh:
+    """Ranks meet once for each layout."""
+    return build_mesh(config, dist.get_world_size(), "cpu")
 
 
 def this_rank(
@@ -72,7 +79,7 @@ def this_rank(
 ) -> Outcome:
     """`split`, `count` and `change` (of the finished model) are what broken variants do otherwise."""
     config = ParallelConfig.model_validate(case.parallel)
-    mesh = build_mesh(config, dist.get_world_size(), "cpu")
+    mesh = mesh_of(config)
     coords = rank_coords(mesh)
     model = parallelize(_build(case), mesh, config, memory=case.memory)
     if change is not None:
@@ -96,7 +103,7 @@ def _train(
 ) -> Outcome:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     # An eps above rounding: where a gradient is next to 0, Adam would otherwise make much of its sign.
-    optimizer = torch.optim.AdamW(trained, lr=1e-2, eps=1e-3, foreach=True)
+    optimizer = torch.optim.AdamW(trained, lr=1e-2, eps=1e-3, fused=True)
     losses, norms, grads = [], [], {}
     for step in range(steps):
         num_valid = count(sum(sum(batch.num_valid) for batch in batches))
@@ -113,6 +120,8 @@ def _train(
                 if parameter.grad is not None
             }
         norms.append(float(full_tensor(torch.nn.utils.clip_grad_norm_(trained, 1.0))))
+        if steps < STEPS:  # no weights are asked for
+            return Outcome(losses, norms, grads, {})
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     weights = {name: full_tensor(parameter.detach()).clone() for name, parameter in model.named_parameters()}
@@ -149,7 +158,9 @@ def errors(found: Outcome, wanted: Outcome) -> dict[str, float]:
     assert found.weights.keys() == wanted.weights.keys()
 
     def worst(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> float:
-        return max(float((left[name] - right[name]).abs().max() / right[name].abs().max()) for name in right)
+        return max(
+            (float((left[name] - right[name]).abs().max() / right[name].abs().max()) for name in right), default=0
+        )
 
     losses = zip(found.losses, wanted.losses, strict=True)
     norms = zip(found.norms, wanted.norms, strict=True)

@@ -100,17 +100,17 @@ def _gradient_mean(model: Any) -> None:
             module.set_gradient_divide_factor(float(dist.get_world_size()))
 
 
-def _unsummed(case: Case) -> Any:
+def _unsummed(case: Case, *, steps: int) -> Any:
     """The gradient of a shared KV head taken from one of the ranks that share it."""
     summed = ulysses._sum_shared
     ulysses._sum_shared = lambda by_rank: by_rank[:, 0]
     try:
-        return this_rank(case)
+        return this_rank(case, steps=steps)
     finally:
         ulysses._sum_shared = summed
 
 
-BROKEN: dict[str, tuple[str, Callable[[Case], Any]]] = {
+BROKEN: dict[str, tuple[str, Callable[..., Any]]] = {
     "loss averaged by rank": (
         "ulysses 2, SFT mask, rows",
         partial(this_rank, count=lambda valid, mesh: float(valid * mesh.size())),
@@ -249,7 +249,7 @@ def jobs(world: int, folder: Path) -> dict[str, Callable[[], Any]]:
     found: dict[str, Callable[[], Any]] = {
         name: partial(twice, case) for name, case in CASES.items() if case.world == world
     }
-    found |= {name: partial(run, CASES[of]) for name, (of, run) in BROKEN.items() if CASES[of].world == world}
+    found |= {name: partial(run, CASES[of], steps=1) for name, (of, run) in BROKEN.items() if CASES[of].world == world}
     found["slices"] = partial(count_slices, world)
     found["sinks"] = partial(sinks, world)
     found["places"] = partial(places, world)

@@ -21,8 +21,10 @@ from unspool.training.optim.updater import build_updater
 from unspool.training.parallel.apply import parallelize
 from unspool.training.parallel.config import ParallelConfig
 from unspool.training.parallel.dtensor import full_tensor
-from unspool.training.parallel.mesh import SINGLE_RANK, build_mesh, rank_coords
+from unspool.training.parallel.mesh import SINGLE_RANK, rank_coords
 from unspool.training.step import train_step
+
+from .cases import mesh_of
 
 STEPS = 2
 # Rows differ much in cost and in how many labels count, so that a mean of ranks' means would be another number.
@@ -84,7 +86,7 @@ class Taken:
     by_set: list[dict[str, float]]
     norms: list[float]
     gradients: dict[str, torch.Tensor]  # of the first step, as the first moment keeps them
-    weights: dict[str, torch.Tensor]  # after the last
+    weights: dict[str, torch.Tensor]  # after both steps; none after the first alone
 
 
 def take_steps(case: Steps, *, alone: bool, steps: int = STEPS) -> Taken:
@@ -101,7 +103,7 @@ def take_steps(case: Steps, *, alone: bool, steps: int = STEPS) -> Taken:
     mesh, coords = None, SINGLE_RANK
     shape = model_shape(model)
     if not alone:
-        mesh = build_mesh(stage.parallel, case.world, "cpu")
+        mesh = mesh_of(stage.parallel)
         coords = rank_coords(mesh)
         model = parallelize(model, mesh, stage.parallel)
     updater = build_updater(stage, model)
@@ -121,7 +123,7 @@ def take_steps(case: Steps, *, alone: bool, steps: int = STEPS) -> Taken:
         by_set=[result.losses for result in results],
         norms=[result.grad_norm for result in results],
         gradients=gradients,
-        weights={name: full_tensor(weight).clone() for name, weight in updater.named_masters()},
+        weights={} if steps < STEPS else {name: full_tensor(one).clone() for name, one in updater.named_masters()},
     )
 
 
@@ -141,7 +143,8 @@ def off_by(found: Taken, wanted: Taken) -> dict[str, float]:
             for name, grad in wanted.gradients.items()
         ),
         "weight": max(
-            float((found.weights[name] - weight).abs().max()) / 1e-3 for name, weight in wanted.weights.items()
+            (float((found.weights[name] - weight).abs().max()) / 1e-3 for name, weight in wanted.weights.items()),
+            default=0.0,
         ),
     }
 
@@ -216,12 +219,12 @@ def run_broken(name: str) -> Taken:
         return take_steps(STEP_CASES[case], alone=False, steps=1)
 
 
-def refusals(world: int) -> dict[str, str]:
+def refusals() -> dict[str, str]:
     """What `build_updater` says to a divided model."""
     found = {}
     for key, value in {"weights": "bf16", "step": "in-backward"}.items():
         config = ParallelConfig()
-        model = parallelize(build_model(), build_mesh(config, world, "cpu"), config)
+        model = parallelize(build_model(), mesh_of(config), config)
         try:
             build_updater(build_stage(optimizer={key: value}, batch_tokens=32), model)
         except ConfigError as error:
@@ -242,5 +245,5 @@ def step_jobs(world: int) -> dict[str, Callable[[], Any]]:
         for name, (case, _, _) in BROKEN_STEPS.items()
         if STEP_CASES[case].world == world
     }
-    found["refusals"] = partial(refusals, world)
+    found["refusals"] = refusals
     return found
