@@ -205,12 +205,12 @@ def test_queries_and_keys_of_the_shipped_model_stay_near_what_they_attended_to(t
         stage = build_stage(
             rope={"method": "abf", "base": 5e5},
             mix={"short": 1.0},
-            context_length=256,
-            batch_tokens=256,
-            tokens=8 * 256,
+            context_length=512,
+            batch_tokens=1024,
+            tokens=12 * 1024,
             lr=3e-3,
             lr_overrides={"q_proj": 3e-3, "k_proj": 3e-3, "model": 0},
-            attention_distillation={"datasets": "short", "during": weight, "during_batch_tokens": 256},
+            attention_distillation={"datasets": "short", "during": weight, "during_batch_tokens": 512},
         )
         run(inputs, tmp_path / str(weight) / "one", stage)
         found[weight] = [line["attention_distillation"] for line in metrics(tmp_path / str(weight) / "one")]

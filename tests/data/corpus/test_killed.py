@@ -34,8 +34,6 @@ SOURCES: dict[str, FileSource] = {
     "books": JsonlSource(kind="jsonl", path="part-*.jsonl", max_bad=1),
     "code": ReposSource(kind="repos", path="repos", max_bad=1),
 }
-# Of two for the books: starting them takes most of the time of a run, and few kills would meet the rest.
-WORKERS = {"books": 2, "code": 1}
 ROWS: dict[str, dict[str, Any]] = {
     "long": {"from": {"books": 0.8, "code": 0.2}, "seq_len": 512},
     "tangled": {"from": "books", "seq_len": 512, "utk": {"min_split": 32}},
@@ -58,18 +56,11 @@ def write_inputs(root: Path, *, num_files: int, documents: int) -> None:
 
 
 def build(root: Path, out: Path) -> None:
-    """Corpora, one of them with two workers, then rows: what `unspool pack` does."""
+    """Corpora with two workers, then rows: what `unspool pack` does."""
     base.TASK_BYTES = 1
     tokenizer = build_tokenizer()
     for name, source in SOURCES.items():
-        build_corpus(
-            source,
-            out / name,
-            tokenizer=tokenizer,
-            root=root / "in",
-            engine=EngineConfig(workers=WORKERS[name]),
-            seed=0,
-        )
+        build_corpus(source, out / name, tokenizer=tokenizer, root=root / "in", engine=EngineConfig(workers=2), seed=0)
     for name, config in ROWS.items():
         rows = DatasetConfig.model_validate(config)
         build_rows(rows, {source: out / source for source in SOURCES}, out / name, tokenizer=tokenizer, seed=0)
