@@ -45,8 +45,12 @@ def runs_named(data: str, names: str | Sequence[str]) -> list[Run]:
     return found
 
 
-def select(data: str, names: str | Sequence[str], where: Mapping[str, Any] | None = None) -> BySeed:
-    """Return the answers of an arm (all its seeds) or of single runs, by seed; `where` selects questions."""
+def select(data: str, row: str | Sequence[str] | Mapping[str, Any], where: Mapping[str, Any] | None = None) -> BySeed:
+    """Return the answers of an arm (all its seeds) or of single runs, by seed; `where` selects questions.
+
+    A row of another folder is {data: FOLDER, arm: …}.
+    """
+    data, names = (row["data"], row["arm"]) if isinstance(row, Mapping) else (data, row)
     return {run.seed: answers_of_run(data, run.name, repr(where or {})) for run in runs_named(data, names)}
 
 
