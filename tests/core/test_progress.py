@@ -21,7 +21,7 @@ def screen(monkeypatch):
     return file
 
 
-def test_without_a_terminal_a_bar_writes_nothing_and_lines_go_to_stderr():
+def test_without_a_terminal_a_quick_bar_writes_nothing_and_lines_go_to_stderr():
     code = """
 import logging
 from unspool.core.logging import set_up_logging
@@ -92,6 +92,32 @@ def test_a_resumed_long_job_counts_from_its_last_position(capsys):
         advance(4, "")
         advance(1, "loss 3.1")
     assert capsys.readouterr().err == "stage abf: 5/10  loss 3.1\n"
+
+
+def reported(capsys, calls, total):
+    """Return the lines of a bar without a terminal, from (seconds, amount, note) of each call."""
+    now = 0.0
+    with progress_bar("score base", total, clock=lambda: now) as advance:
+        for seconds, *call in calls:
+            now += seconds
+            advance(*call)
+    return capsys.readouterr().err.splitlines()
+
+
+def test_a_long_bar_without_a_terminal_logs_lines_with_the_remaining_time(capsys):
+    lines = reported(capsys, [(0, 0), *[(MIN_SECONDS / 2, 5, f"unit {n}") for n in range(20)]], total=100)
+    assert lines[:2] == ["score base: 10/100  unit 1  eta 4 min 30 s", "score base: 20/100  unit 3  eta 4 min 0 s"]
+    assert lines[-1] == "score base: 100/100  unit 19  eta 0.0 s"
+    assert len(lines) == 10
+
+
+def test_what_an_earlier_run_finished_does_not_shorten_the_remaining_time(capsys):
+    assert reported(capsys, [(0, 900), (MIN_SECONDS, 10, "")], total=1000) == ["score base: 910/1000  eta 4 min 30 s"]
+
+
+def test_a_bar_without_a_total_has_a_count_only(capsys):
+    lines = reported(capsys, [(0, 0), *[(MAX_SECONDS / 4, 5) for _ in range(5)]], total=None)
+    assert lines == ["score base: 5", "score base: 25"]
 
 
 def test_in_a_narrow_terminal_label_and_end_of_the_note_give_way_to_the_rest(screen):

@@ -21,12 +21,14 @@ from rich.progress import (
 from rich.table import Column
 
 from unspool.core.console import PlainConsole
+from unspool.core.formatting import format_duration
 
 logger = logging.getLogger(__name__)
 # Progress goes to stderr, so that `--json` on stdout stays clean.
 console = PlainConsole(stderr=True)
 # Without a terminal, a long job logs a line after every tenth of its work. Lines are at least MIN_SECONDS and at most
-# MAX_SECONDS apart, so that a log shows whether the job is alive, or when it stopped.
+# MAX_SECONDS apart, so that a log shows whether the job is alive, or when it stopped. Work that ends within MIN_SECONDS
+# logs no line, unless it has a `long_bar`.
 LINES = 10
 MIN_SECONDS, MAX_SECONDS = 30.0, 300.0
 # Below this many columns only the text is shown, without the bar.
@@ -40,10 +42,10 @@ class Advance(Protocol):
 
 
 @contextmanager
-def progress_bar(label: str, total: int | None) -> Iterator[Advance]:
-    """Show a bar that disappears when done; silent when stderr is not a terminal."""
+def progress_bar(label: str, total: int | None, *, clock: Callable[[], float] = time.monotonic) -> Iterator[Advance]:
+    """Show a bar that disappears when done; without a terminal, log lines with the remaining time."""
     if not console.is_terminal or not logger.isEnabledFor(logging.INFO):
-        yield lambda amount, note="": None
+        yield _LinesWithEta(label, total, clock)
         return
     columns = (
         TextColumn("{task.description}", markup=False),
@@ -97,7 +99,7 @@ def _live_bar(
 class _LogLines:
     """Log the first note, the last one, and some between them."""
 
-    def __init__(self, label: str, total: int, clock: Callable[[], float]) -> None:
+    def __init__(self, label: str, total: int | None, clock: Callable[[], float]) -> None:
         self._label, self._total, self._clock = label, total, clock
         self._done = 0
         self._last_line: tuple[int, float] | None = None  # items done, time
@@ -105,12 +107,42 @@ class _LogLines:
     def __call__(self, amount: int, note: str = "", /) -> None:
         self._done += amount
         if note and self._is_time():
-            self._last_line = (self._done, self._clock())
-            logger.info(f"{self._label}: {self._done}/{self._total}  {note}")
+            self._log(note)
+
+    def _log(self, note: str) -> None:
+        self._last_line = (self._done, self._clock())
+        of = "" if self._total is None else f"/{self._total}"
+        logger.info(f"{self._label}: {self._done}{of}  {note}".rstrip())
 
     def _is_time(self) -> bool:
         if self._last_line is None or self._done == self._total:
             return True
         done, when = self._last_line
         passed = self._clock() - when
-        return passed >= MAX_SECONDS or (passed >= MIN_SECONDS and (self._done - done) * LINES >= self._total)
+        tenth = self._total is not None and (self._done - done) * LINES >= self._total
+        return passed >= MAX_SECONDS or (passed >= MIN_SECONDS and tenth)
+
+
+class _LinesWithEta(_LogLines):
+    """Log nothing for MIN_SECONDS, then as above, with the remaining time."""
+
+    def __init__(self, label: str, total: int | None, clock: Callable[[], float]) -> None:
+        super().__init__(label, total, clock)
+        self._began = clock()
+        # The first report may count what an earlier run finished, or take long to start, so speed is measured after it.
+        self._first: tuple[int, float] | None = None
+
+    def __call__(self, amount: int, note: str = "", /) -> None:
+        self._done += amount
+        now = self._clock()
+        if self._first is None:
+            self._first = (self._done, now)
+        elif now - self._began >= MIN_SECONDS and self._is_time():
+            self._log(f"{note}  {self._eta(now)}".strip())
+
+    def _eta(self, now: float) -> str:
+        assert self._first is not None
+        done, since = self._done - self._first[0], now - self._first[1]
+        if self._total is None or not done:
+            return ""
+        return f"eta {format_duration((self._total - self._done) * since / done)}"
