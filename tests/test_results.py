@@ -21,6 +21,7 @@ results = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(results)
 
 K = 1024
+ARMS = ("abf", "utk-80", "cip-2")
 PAGES = [path for path in (results.README, *sorted(RESULTS.glob("*.md"))) if results.BLOCK.search(path.read_text())]
 
 
@@ -86,25 +87,45 @@ def test_a_mistake_in_a_block_is_one_sentence(block, wanted, tmp_path):
 # Three numbers of the pages, computed here from the answers with nothing of the tools
 
 
-def test_the_planned_difference_over_three_seeds_with_its_correction():
-    """Student's t over the seeds' means, since every seed has other questions; p is the smallest of three."""
+@pytest.mark.parametrize(
+    ("data", "arm", "against", "comparisons", "wanted"),
+    [
+        ("utk-small", "utk-80", "abf", 3, ["+7.9 (3.2 to 12.6)", "0.056", "3"]),
+        ("harpe-small", "uniform-descending", "shared", 1, ["−4.6 (−8.9 to −0.2)", "0.046", "3"]),
+    ],
+)
+def test_planned_comparisons_follow_from_the_answers(data, arm, against, comparisons, wanted) -> None:
+    """Student's t over the seeds' means, since every seed has other questions; Holm's factor of the smallest p."""
     means = []
     for seed in range(3):
         found = {}
-        for arm in ("abf", "utk-80"):
-            folder = RESULTS / "systems" / "utk-small" / f"{arm}-s{seed}"
-            text = gzip.decompress((folder / "niah.jsonl.gz").read_bytes()).decode()
-            read = [json.loads(one) for one in text.splitlines()]
+        for name in (arm, against):
+            text = gzip.decompress((RESULTS / "systems" / data / f"{name}-s{seed}" / "niah.jsonl.gz").read_bytes())
+            read = [json.loads(one) for one in text.decode().splitlines()]
             development = [one for one in read if one["needle_wording"] in ("magic", "record", "parcel")]
-            found[arm] = {one["hash"]: one["score"] for one in development if one["length"] in (16 * K, 32 * K)}
-        assert found["abf"].keys() == found["utk-80"].keys() and len(found["abf"]) == 270
-        means.append(sum(found["utk-80"][key] - found["abf"][key] for key in found["abf"]) / 270)
+            found[name] = {one["hash"]: one["score"] for one in development if one["length"] in (16 * K, 32 * K)}
+        assert found[arm].keys() == found[against].keys() and len(found[arm]) == 270
+        means.append(sum(found[arm][key] - found[against][key] for key in found[arm]) / 270)
     mean, error = sum(means) / 3, stats.sem(means)
-    low, high = (mean + sign * stats.t.ppf(0.975, 2) * error for sign in (-1, 1))
-    p = 3 * 2 * stats.t.sf(mean / error, 2)
-    wanted = [f"{100 * mean:+.1f} ({100 * low:.1f} to {100 * high:.1f})", f"{p:.3f}", "3"]
-    assert cells("untie-the-knots.md", "`utk-80` − `abf`")[1:] == wanted == ["+7.9 (3.2 to 12.6)", "0.056", "3"]
-    assert cells("../../README.md", "UtK − ABF")[1:] == wanted
+    low, high = (100 * (mean + sign * stats.t.ppf(0.975, 2) * error) for sign in (-1, 1))
+    p = comparisons * 2 * stats.t.sf(abs(mean) / error, 2)
+    page, label, in_readme = {
+        "utk-80": ("untie-the-knots.md", "`utk-80` − `abf` |", "UtK − ABF"),
+        "uniform-descending": ("harpe.md", "`uniform-descending` − `shared` |", "HARPE − shared base"),
+    }[arm]
+    values = f"{100 * mean:+.1f} ({low:.1f} to {high:.1f})".replace("-", "−")
+    assert cells(page, label)[1:] == [values, f"{p:.3f}", "3"] == wanted
+    assert cells("../../README.md", in_readme)[1:] == wanted
+
+
+def test_readme_quotes_the_tables_of_the_systems() -> None:
+    readme = (RESULTS.parents[1] / "README.md").read_text()
+    arms = [cells("harpe.md", "untouched model"), *(cells("untie-the-knots.md", f"`{arm}`, 3 seeds") for arm in ARMS)]
+    untouched, abf, utk, cip2 = (cell[-1] for cell in arms)
+    assert f"The untouched model finds {untouched}, ABF {abf}, UtK {utk}, CIP-2 {cip2}, n = 270" in readme
+    held_back = [*cells("untie-the-knots.md", "all three")[2:], *cells("harpe.md", "all three")[2:]]
+    shares = sorted(int(cell.split("%")[0]) for cell in held_back)
+    assert f"every trained arm finds {shares[0]} to {shares[-1]}% of them at 32K" in readme
 
 
 def lines(run: str) -> list[dict]:
