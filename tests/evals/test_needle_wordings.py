@@ -33,12 +33,15 @@ def test_the_default_prompts_are_those_of_the_published_numbers(materials):
     assert prompt_hash(made.context_ids, made.questions[0].ids) == GOLDEN
 
 
-def test_half_of_the_wordings_is_held_out():
-    assert len(WORDINGS) == 6
-    assert len(WORDING_SETS["heldout"]) == len(WORDING_SETS["development"]) == 3
-    assert not set(WORDING_SETS["heldout"]) & set(WORDING_SETS["development"])
+def test_each_wording_is_in_one_set():
+    sets = [WORDING_SETS[name] for name in ("development", "heldout", "heldout-2")]
+    assert [len(one) for one in sets] == [3, 3, 3]
+    assert [name for one in sets for name in one] == list(WORDINGS)
+    assert WORDING_SETS["all"] == sets[0] + sets[1], "as in the published numbers"
     assert niah(wordings=["heldout", "magic"]).wordings == [*WORDING_SETS["heldout"], "magic"]
-    with pytest.raises(ValueError, match="wording 'heldot' is not known; known: development, heldout, all, magic"):
+    with pytest.raises(
+        ValueError, match="wording 'heldot' is not known; known: development, heldout, all, heldout-2, magic"
+    ):
         niah(wordings=["heldot"])
 
 
@@ -48,7 +51,7 @@ def test_no_training_text_and_no_recipe_uses_a_held_out_wording():
     others = [path for path in package.rglob("*") if path.suffix in (".py", ".yaml", ".txt", ".j2")]
     texts = {path.name: path.read_text() for path in others if path.name != "needle_wordings.py"}
     assert len(texts) > 200
-    for name in WORDING_SETS["heldout"]:
+    for name in WORDING_SETS["heldout"] + WORDING_SETS["heldout-2"]:
         for template in (WORDINGS[name].statement, WORDINGS[name].question, WORDINGS[name].prefix):
             phrases = [part.strip(" ?.,") for part in re.split(r"\{\w+\}", template)]
             long = [part for part in phrases if len(part.split()) >= 3]
@@ -113,7 +116,7 @@ def test_every_combination_of_depth_wording_and_distractors_is_asked_equally_oft
     assert len(designs) == 5 * 6 * 3 and set(designs.values()) == {1}
     several = niah(**GRID | {"needles": 3, "samples": 54})
     assert Counter((one.wording, one.distractors) for one in (Design.of(several, at) for at in range(18))) == Counter(
-        {(wording, count): 1 for wording in WORDINGS for count in (0, 3, 10)}
+        {(wording, count): 1 for wording in WORDING_SETS["all"] for count in (0, 3, 10)}
     )
 
 
@@ -134,7 +137,7 @@ def test_scores_are_reported_by_wording_and_number_of_distractors():
 
     assert cells[0]["n"] == 180 and cells[0]["value"] == pytest.approx(5 / 6 * 2 / 3)
     assert {name: cell["n"] for name, cell in by_task.items()} == {
-        **{f"wording {name}": 30 for name in WORDINGS},
+        **{f"wording {name}": 30 for name in WORDING_SETS["all"]},
         **{f"{count} distractors": 60 for count in (0, 3, 10)},
     }
     assert by_task["wording ship"]["value"] == 0 and by_task["10 distractors"]["value"] == 0

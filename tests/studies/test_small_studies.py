@@ -39,7 +39,7 @@ def test_primary_arms_have_three_seeds_and_a_hundred_questions_in_both_halves_of
         if length > 8 * K
     }
     for length, entry in needles.items():
-        held_back = [name for name in entry.wordings if WORDINGS[name].heldout]
+        held_back = [name for name in entry.wordings if WORDINGS[name].set != "development"]
         per_wording = entry.samples / len(entry.wordings)
         assert per_wording * (len(entry.wordings) - len(held_back)) >= 100
         assert (per_wording * len(held_back) >= 100) == (length == 32 * K)

@@ -1,7 +1,7 @@
 """Wordings of needles: templates of facts and questions.
 
-Use the held-out half only for final results. Do not use it to develop a method or in training data. A model trained on
-a wording scores higher on it, so a test with that wording measures the training data.
+Use the two held-out sets only for final results. Do not use them to develop a method or in training data. A model
+trained on a wording scores higher on it, so a test with that wording measures the training data.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ class NeedleWording:
     question: str
     prefix: str
     """Start of the answer. The value follows after a space."""
-    heldout: bool = False
+    set: str = "development"
 
     def state(self, key: str, value: str, kind: str) -> str:
         return self.statement.format(key=key, value=value, kind=kind)
@@ -46,27 +46,52 @@ WORDINGS: dict[str, NeedleWording] = {
         "Locker {value} was given to the guest called {key}.",
         "Which locker was given to the guest called {key}?",
         " The guest called {key} was given locker",
-        heldout=True,
+        set="heldout",
     ),
     "password": NeedleWording(
         "Only the gardener knows that {value} opens the gate of {key}.",
         "What opens the gate of {key}?",
         " The gate of {key} is opened by",
-        heldout=True,
+        set="heldout",
     ),
     "ship": NeedleWording(
         "On the harbor list, the ship {key} carries the mark {value}.",
         "Which mark does the ship {key} carry on the harbor list?",
         " On the harbor list, the mark of the ship {key} is",
-        heldout=True,
+        set="heldout",
+    ),
+    # SmolLM2-135M answers these three at short lengths, and hardly those above.
+    "patent": NeedleWording(
+        "The patent that {key} was granted has the {kind} {value}.",
+        "Which {kind} has the patent that {key} was granted?",
+        " {key} was granted the patent with the {kind}",
+        set="heldout-2",
+    ),
+    "horse": NeedleWording(
+        "At the races, the horse {key} ran with the {kind} {value}.",
+        "With which {kind} did the horse {key} run at the races?",
+        " The horse {key} ran at the races with the {kind}",
+        set="heldout-2",
+    ),
+    "museum": NeedleWording(
+        "The museum keeps the coin of {key} as item {value}.",
+        "As which item does the museum keep the coin of {key}?",
+        " The coin of {key} is kept in the museum as item",
+        set="heldout-2",
     ),
 }
 
-# Sets of wordings that `wordings` accepts.
+
+def _set(*names: str) -> tuple[str, ...]:
+    return tuple(name for name, wording in WORDINGS.items() if wording.set in names)
+
+
+# Sets of wordings that `wordings` accepts. The newer set is not in `all`, so that scores of `all` stay comparable.
 WORDING_SETS: dict[str, tuple[str, ...]] = {
-    "development": tuple(name for name, wording in WORDINGS.items() if not wording.heldout),
-    "heldout": tuple(name for name, wording in WORDINGS.items() if wording.heldout),
-    "all": tuple(WORDINGS),
+    "development": _set("development"),
+    "heldout": _set("heldout"),
+    "all": _set("development", "heldout"),
+    "heldout-2": _set("heldout-2"),
 }
 
 

@@ -58,7 +58,8 @@ class NiahEval(EvalConfig):
         ["magic"],
         min_length=1,
         description="Wordings of facts and questions: names, or the sets development (magic, record, parcel), heldout "
-        "(locker, password, ship) and all. Questions are spread evenly over them.",
+        "(locker, password, ship), all (both) and heldout-2 (patent, horse, museum). Questions are spread evenly over "
+        "them.",
     )
     distractors: list[Annotated[int, Field(ge=0)]] = Field(
         [0],
