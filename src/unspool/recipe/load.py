@@ -17,6 +17,7 @@ from unspool.core.errors import ConfigError
 from unspool.evals.averaged_run import run_model_path
 from unspool.evals.config import EvalConfig
 from unspool.models.location import ASSET_PREFIX, HUB_ID, path_exists, resolve_path, suggestion
+from unspool.models.weight_files import check_weights
 from unspool.recipe.extends import read_recipe
 from unspool.recipe.json_schema import dotted, misplaced_booleans, recipe_schema, refuse, validation_problems
 from unspool.recipe.overrides import apply_overrides
@@ -147,21 +148,34 @@ def _eval_problems(loaded: LoadedRecipe) -> Iterator[Problem]:
 def _model_problems(loaded: LoadedRecipe) -> Iterator[Problem]:
     model = loaded.recipe.model
     place: Place = ("model",) if isinstance(model, str) else ("model", "tokenizer")
-    value = model if isinstance(model, str) else model.tokenizer
+    yield from _folder_problems(loaded, place, model if isinstance(model, str) else model.tokenizer)
+    for name, dataset in loaded.recipe.datasets.items():
+        if dataset.score is not None and dataset.score.model is not None:
+            yield from _folder_problems(loaded, ("datasets", name, "score", "model"), dataset.score.model)
+        for strategy in dataset.strategies:
+            if strategy.embedder is not None:
+                yield from _folder_problems(loaded, ("datasets", name, strategy.name, "model"), strategy.embedder)
+
+
+def _folder_problems(loaded: LoadedRecipe, place: Place, value: str) -> Iterator[Problem]:
+    """Check a model or tokenizer that is on this machine; the key's name says which it is."""
     looks_like_path = value.startswith((ASSET_PREFIX, ".")) or value.endswith(".gguf") or not HUB_ID.fullmatch(value)
-    if looks_like_path or path_exists(loaded.path(value)):
-        found = list(_missing(loaded, place, value))
-        yield from (replace(problem, text=problem.text + suggestion(str(loaded.root / value))) for problem in found)
-        if found:
-            return
-        try:
-            folder = Path(loaded.model_path(value))
-        except ConfigError as error:
-            yield Problem(place=place, text=str(error))
-            return
-        wanted = "config.json" if isinstance(model, str) else "tokenizer.json"
-        if folder.is_dir() and not (folder / wanted).is_file():
-            yield Problem(place=place, text=f"the folder has no {wanted}, so it is not a {place[-1]}.", show_value=True)
+    if not looks_like_path and not path_exists(loaded.path(value)):
+        return
+    found = list(_missing(loaded, place, value))
+    yield from (replace(problem, text=problem.text + suggestion(str(loaded.root / value))) for problem in found)
+    if found:
+        return
+    try:
+        folder = Path(loaded.model_path(value))
+        if place[-1] == "model":
+            check_weights(str(folder), digests=False)  # a run that reads the weights also checks their digests
+    except ConfigError as error:
+        yield Problem(place=place, text=str(error))
+        return
+    wanted = "config.json" if place[-1] == "model" else "tokenizer.json"
+    if folder.is_dir() and not (folder / wanted).is_file():
+        yield Problem(place=place, text=f"the folder has no {wanted}, so it is not a {place[-1]}.", show_value=True)
 
 
 def _missing(loaded: LoadedRecipe, place: Place, value: str) -> Iterator[Problem]:

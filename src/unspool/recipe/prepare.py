@@ -4,10 +4,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from unspool.core.artifacts import read_manifest
 from unspool.data.corpus.build import build_corpus
+from unspool.data.corpus.check import check_source
 from unspool.data.corpus.executors import check_engine
 from unspool.data.packing.build import build_rows
 from unspool.data.packing.config import DatasetConfig
+from unspool.models.location import location
+from unspool.models.weight_files import check_weights, weight_files
+from unspool.recipe.check_stages import check_stages
 from unspool.recipe.context import RunContext
 from unspool.recipe.document_scorer import SCORES, ModelScorer, check_scorer, score_sources, scorer_ref
 from unspool.recipe.load import LoadedRecipe, check_inputs
@@ -26,23 +31,61 @@ def open_data_run(loaded: LoadedRecipe) -> RunContext:
 
 
 def check_data_inputs(context: RunContext) -> None:
-    """Reject inputs that cannot be read or run on this machine, before anything is written."""
+    """Reject what would stop the run later: inputs that cannot be read or used here, and stages that do not fit.
+
+    Runs before anything is written. Only a run with `ranks` reads weights, so only it checks them and its stages.
+    """
     check_inputs(context.loaded)
     check_engine(context.recipe.engine)
-    tokenizer = context.tokenizer
-    for name, dataset in context.recipe.datasets.items():
+    context.on_leader(lambda: _check(context))
+
+
+def _check(context: RunContext) -> None:
+    recipe, loaded, tokenizer = context.recipe, context.loaded, context.tokenizer
+    models = {context.model: None} if context.ranks is not None and isinstance(context.model, str) else {}
+    for name, dataset in recipe.datasets.items():
         if dataset.score is not None:
-            ref = context.loaded.model_path(scorer_ref(dataset.score, context.recipe))
+            ref = loaded.model_path(scorer_ref(dataset.score, recipe))
             check_scorer(dataset.score, ref, tokenizer, place=f"datasets.{name}.score")
+            ModelScorer(ref, recipe.device)  # refuses a device that is not available
+            models[ref] = None
+        models |= dict.fromkeys(loaded.model_path(each.embedder) for each in dataset.strategies if each.embedder)
+    for ref in models:
+        check_model(ref)
+    if context.ranks is not None:
+        check_stages(context)
+    for name in _used_sources(context):
+        _check_source(context, name)
+
+
+def check_model(ref: str) -> None:
+    """Reject a model that is not on the Hub, or whose weights are missing or damaged."""
+    location(ref)
+    check_weights(ref)
+    if Path(ref).is_dir():
+        weight_files(Path(ref))
+
+
+def _used_sources(context: RunContext) -> list[str]:
+    used = {source for config in context.recipe.datasets.values() for source in config.shares}
+    return [name for name in context.recipe.sources if name in used]
+
+
+def _check_source(context: RunContext, name: str) -> None:
+    """Read the beginning of a source, unless its corpus is there or a set of the recipe is still to be generated."""
+    source = context.recipe.sources[name].with_paths(context.loaded.path)
+    if read_manifest(context.out / "corpus" / name) or context.loaded.generated([name]):
+        return
+    check_source(source, name=name, root=Path(), tokenizer=context.tokenizer, seed=context.recipe.seed)
 
 
 def tokenize(context: RunContext) -> Counts:
     """Tokenize every source that some dataset uses; return the counts of each corpus."""
 
     def build_all() -> Counts:
-        used = {source for config in context.recipe.datasets.values() for source in config.shares}
+        used = _used_sources(context)
         _synthesize(context, context.loaded.generated(used))
-        return {name: build_source(context, name) for name in context.recipe.sources if name in used}
+        return {name: build_source(context, name) for name in used}
 
     return context.on_leader(build_all)
 

@@ -36,6 +36,7 @@ from unspool.core.artifacts import (
     stale_reason,
 )
 from unspool.core.errors import ConfigError, DataError
+from unspool.data.corpus.check import no_text
 from unspool.data.corpus.config import EngineConfig
 from unspool.data.corpus.executors import check_engine, completed_tasks, forget_task, run_tasks, started
 from unspool.data.corpus.ledger import QUARANTINE, Ledger, check_bad_share, describe_bad, load_ledgers
@@ -136,8 +137,7 @@ def build_corpus(
     documents = sum(map(len, sizes))
     _report_choices(total, chosen, documents, label=f"corpus {name}")
     if not documents:
-        bad = describe_bad(total.bad) if total.bad else ""
-        raise DataError(f"corpus {name}: no document contains text; check the source's kind and fields. {bad}".strip())
+        raise no_text(name, total)
     tokens, chars, trained = np.concatenate(sizes).T
     counts = {
         "documents": documents,
