@@ -99,6 +99,20 @@ def test_a_failed_run_is_named_with_its_message_and_the_others_go_on(tmp_path, c
     assert "failed" in (shown := capsys.readouterr().out) and f"no such file (log: {tmp_path}/logs/a.log)" in shown
 
 
+def test_a_run_that_failed_without_a_record_is_named_with_the_last_error_of_its_log(tmp_path, capsys):
+    sentence = "model m: config.json has changed since it was written; export it again."
+    ending = f"print('error: another'); print('error: {sentence}'); print('loss 1.5'); sys.exit(2)"
+    queue(tmp_path, {"a": ending, "b": "sys.exit(1)"}).work()
+    log = tmp_path / "logs"
+    shown = capsys.readouterr().out
+    assert f"{sentence} (log: {log}/a.log)" in shown and "error:" not in shown and "loss" not in shown
+    assert f"no message (log: {log}/b.log)" in shown
+
+    # An error of an earlier process is not the reason why this one failed.
+    queue(tmp_path, {"a": "sys.exit(1)"}).work()
+    assert f"no message (log: {log}/a.log)" in capsys.readouterr().out
+
+
 def test_the_limit_stops_runs_with_an_interrupt_and_starts_no_other(tmp_path):
     saving = "try:\n    time.sleep(60)\nexcept KeyboardInterrupt:\n    note('saved'); sys.exit(130)"
     made = queue(tmp_path, dict.fromkeys("abc", saving), at_once=2, limit=1.5)
@@ -154,7 +168,7 @@ def test_finished_runs_are_not_started_again(tmp_path):
 def test_the_state_shows_progress_and_no_score(tmp_path):
     log = tmp_path / "a.log"
     log.write_text("stage train: 1/40  loss 3.1  eta 0:01:00\nscore train: 3 of 9 contexts\narm  niah/32K\nabf  77%\n")
-    assert run_study.last_progress(log) == "score train: 3 of 9 contexts"
+    assert run_study.last_line(log, run_study.PROGRESS) == "score train: 3 of 9 contexts"
     facts = {"ended": True, "ends_at": 0, "runs": {"a": {"state": FINISHED, "seconds": {"scoring": 1.0}}}}
     (tmp_path / "logs").mkdir()
     log.rename(tmp_path / "logs" / "a.log")

@@ -37,6 +37,9 @@ from unspool.studies.load import load_study
 SHORT_TASKS = Path(__file__).resolve().parents[1] / "docs" / "results" / "plan" / "short_tasks"
 STATE = "runs.json"
 LOGS = "logs"
+TAIL = 1 << 16  # bytes at the end of a log that are searched
+PROGRESS, ERROR = ("stage ", "score "), "error: "
+STARTED = "-- started"  # begins the part of a log that one process wrote
 GRACE = 18  # seconds that a run gets to save after SIGINT
 POLL = 0.5
 # In the order of a run.
@@ -71,6 +74,8 @@ class Run:
     def start(self, cwd: Path) -> None:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
+            log.write(f"{STARTED} {time.strftime('%Y-%m-%d %H:%M:%S')}\n".encode())
+            log.flush()
             # A process group of its own, so that no worker outlives a run that had to be killed.
             self.process = subprocess.Popen(
                 self.command, cwd=cwd, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
@@ -189,7 +194,7 @@ def describe(out: Path, facts: dict[str, Any]) -> str:
         spent = ", ".join(f"{phase} {seconds:.0f} s" for phase, seconds in run["seconds"].items())
         text = f"  {name:24} {run['state']:9} {spent}"
         if run["state"] in ACTIVE:
-            text = f"{text}  {last_progress(out / LOGS / f'{name}.log')}"
+            text = f"{text}  {last_line(out / LOGS / f'{name}.log', PROGRESS)}"
         if run["state"] == FAILED:
             text = f"{text}  {failure(out, name)}"
         lines.append(text.rstrip())
@@ -201,19 +206,19 @@ def failure(out: Path, name: str) -> str:
     try:
         found = json.loads((out / "failures" / f"{name}.json").read_text(encoding="utf-8"))["error"]
     except (OSError, ValueError, KeyError):
-        found = "no message"
-    return f"{found.splitlines()[0]} (log: {log})"
+        found = last_line(log, (ERROR, STARTED)).removeprefix(ERROR)
+    return f"{'no message' if found.startswith(STARTED) or not found else found.splitlines()[0]} (log: {log})"
 
 
-def last_progress(log: Path) -> str:
-    """Return the newest line about training or scoring; such lines hold no score."""
+def last_line(log: Path, starts: tuple[str, ...]) -> str:
+    """Return the newest line that begins so. Progress of training and scoring, and errors, hold no score."""
     try:
         with log.open("rb") as file:
-            file.seek(max(0, log.stat().st_size - 4096))
+            file.seek(max(0, log.stat().st_size - TAIL))
             lines = file.read().decode(errors="replace").splitlines()
     except OSError:
         return ""
-    return next((line for line in reversed(lines) if line.startswith(("stage ", "score "))), "")
+    return next((line for line in reversed(lines) if line.startswith(starts)), "")
 
 
 # Commands

@@ -239,7 +239,8 @@ def test_kills_at_several_moments_end_with_the_same_results(study, whole, tmp_pa
 def test_an_arm_that_fails_does_not_stop_the_others_and_is_tried_again(study, tmp_path):
     folder = Path(shutil.copytree(study.parent, tmp_path / "copy", ignore=shutil.ignore_patterns("whole")))
     broken = folder / "broken.jsonl"
-    broken.write_text("no JSON\n")
+    # Nobody knows before all of it is read: the first record is good.
+    broken.write_text((folder / "books.jsonl").read_text().splitlines()[0] + "\nno JSON\n")
     path = folder / study.name
     path.write_text(STUDY.replace("  plain:\n", "  broken: {set: {sources.books.path: broken.jsonl}}\n  plain:\n"))
     args = ["study", str(path), "--out", str(tmp_path / "out"), "--only", "broken-s0", "--only", "plain-s0"]

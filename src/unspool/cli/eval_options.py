@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 import yaml
 
+from unspool.core.artifacts import check_writable
 from unspool.core.console import PlainConsole, print_json
 from unspool.core.errors import ConfigError
 from unspool.core.sizes import parse_size
@@ -46,6 +47,7 @@ def page_file(given: Path) -> Path:
         raise ConfigError(f"--html {page} is a folder; name another file.")
     if page.suffix.lower() not in (".html", ".htm"):
         raise ConfigError(f"--html {given}: a page ends in .html; use {given.with_suffix('.html')}, or a folder.")
+    check_writable(page, "--html")
     return page
 
 

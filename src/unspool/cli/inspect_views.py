@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from unspool.core.artifacts import check_writable
 from unspool.core.console import PlainConsole, print_json
 from unspool.core.errors import ConfigError
 
@@ -21,8 +22,11 @@ Tokenizer = Annotated[str | None, typer.Option(help="Tokenizer: folder or Hub id
 
 
 def check_page(html: Path | None) -> None:
-    if html is not None and html.is_dir():
+    if html is None:
+        return
+    if html.is_dir():
         raise ConfigError(f"--html {html} is a folder; name the file to write, such as {html / 'inspect.html'}.")
+    check_writable(html, "--html")
 
 
 def inspect_attention(

@@ -1,5 +1,6 @@
 """`unspool verify`: check the numeric promises on this machine."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -51,7 +52,10 @@ def verify(
 
         unspool verify --ranks 4 --only ranks
     """
+    from unspool.models.location import model_path
+    from unspool.models.weight_files import check_weights
     from unspool.verification import verify as checks
+    from unspool.verification.fixtures import FAMILIES
 
     console = PlainConsole()
     if show:
@@ -60,6 +64,8 @@ def verify(
         for line in checks.list_promises():
             console.print(line, soft_wrap=True)
         return
+    for ref in set(model or []) - set(FAMILIES):
+        check_weights(model_path(ref, Path()))  # before the checks of other models
     result = checks.verify(model or (), only=only or (), device=device, seed=seed, kills=kills, ranks=ranks)
     if as_json:
         print_json(result.to_dict())

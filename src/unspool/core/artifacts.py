@@ -21,7 +21,7 @@ from threading import Lock
 from typing import Any
 
 from unspool import __version__
-from unspool.core.errors import naming
+from unspool.core.errors import ConfigError, naming
 
 logger = logging.getLogger(__name__)
 
@@ -318,6 +318,15 @@ def _read_key(path: Path) -> str | None:
         return path.read_text(encoding="utf-8")
     except (OSError, ValueError):
         return None
+
+
+def check_writable(path: Path, name: str) -> None:
+    """Refuse a file that cannot be created, before the work whose result it will hold; `name` is the option."""
+    folder = next(part for part in path.absolute().parents if part.exists())
+    if not folder.is_dir():
+        raise ConfigError(f"{name} {path}: {folder} is a file, not a folder; use another path.")
+    if not os.access(folder, os.W_OK):
+        raise ConfigError(f"{name} {path}: no permission to write into {folder}; use another path.")
 
 
 def write_atomic(path: Path, text: str) -> None:

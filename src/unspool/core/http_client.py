@@ -14,6 +14,7 @@ import math
 import os
 import random
 import re
+import socket
 import time
 import urllib.error
 import urllib.request
@@ -94,6 +95,18 @@ def check_url(url: str) -> str:
             f"{printable_line(hide_credentials(url))} is not a valid URL; give one such as http://localhost:8000/v1."
         )
     return url.rstrip("/")
+
+
+def check_server(url: str) -> None:
+    """Refuse an address at which no server listens. Behind a proxy, nothing is known before the first request."""
+    parts = urlsplit(check_url(url))
+    if urllib.request.getproxies():
+        return
+    try:
+        address = parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)
+        socket.create_connection(address, timeout=RetryPolicy.connect).close()
+    except OSError as error:
+        raise ConfigError(f"no server listens at {url} ({error}); start it, or correct the address.") from error
 
 
 def hide_credentials(url: str) -> str:

@@ -78,8 +78,8 @@ def _apply(stage: StageConfig, model: Any) -> Any:
         stage.memory.check_layers(len(model.base_model.layers))
         build_updater(stage, copy.deepcopy(model))
     except ConfigError as error:
-        named = str(error) if stage.name in str(error) else f"stage {stage.name}: {error}"
-        raise ConfigError(named) from error
+        where = f"stage {stage.name}: "
+        raise ConfigError(where + str(error).removeprefix(where)) from error
     if stage.export_context_length:
         model.config.max_position_embeddings = stage.export_context_length
     return model

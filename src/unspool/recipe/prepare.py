@@ -1,10 +1,12 @@
 """The steps of a run that need no model: tokenize the sources, pack the datasets."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from unspool.core.artifacts import read_manifest
+from unspool.core.errors import ConfigError
+from unspool.core.http_client import check_server
 from unspool.data.corpus.build import build_corpus
 from unspool.data.corpus.check import check_source
 from unspool.data.corpus.executors import check_engine
@@ -18,8 +20,10 @@ from unspool.recipe.document_scorer import SCORES, ModelScorer, check_scorer, sc
 from unspool.recipe.load import LoadedRecipe, check_inputs
 from unspool.recipe.needs import tokens_needed
 from unspool.recipe.packed_dataset import embedder
+from unspool.synthesis.config import LocalGenerator, ServerGenerator
 
 Counts = dict[str, dict[str, Any]]
+REPLIES = "replies/synth.jsonl"  # of generators, in a run's folder
 
 
 def open_data_run(loaded: LoadedRecipe) -> RunContext:
@@ -54,7 +58,9 @@ def _check(context: RunContext) -> None:
         check_model(ref)
     if context.ranks is not None:
         check_stages(context)
-    for name in _used_sources(context):
+    used = _used_sources(context)
+    check_generators(loaded, loaded.generated(used))
+    for name in used:
         _check_source(context, name)
 
 
@@ -64,6 +70,21 @@ def check_model(ref: str) -> None:
     check_weights(ref)
     if Path(ref).is_dir():
         weight_files(Path(ref))
+
+
+def check_generators(loaded: LoadedRecipe, names: Iterable[str]) -> None:
+    """Reject models and servers of `synth` sets that cannot be used here; with saved replies, servers may be absent."""
+    has_replies = (loaded.recipe.out / REPLIES).exists()
+    for name in names:
+        config = loaded.recipe.synth[name]
+        for key, generator in (("generator", config.generator), ("judge", config.judge)):
+            try:
+                if isinstance(generator, LocalGenerator):
+                    check_model(loaded.model_path(generator.model))
+                elif isinstance(generator, ServerGenerator) and not has_replies:
+                    check_server(generator.url)
+            except ConfigError as error:
+                raise ConfigError(f"synth.{name}.{key}: {error}") from error
 
 
 def _used_sources(context: RunContext) -> list[str]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
+from unspool.core.artifacts import read_manifest
 from unspool.core.errors import ConfigError
 from unspool.core.lock import lock_run
 from unspool.core.result import Result
@@ -17,6 +18,7 @@ from unspool.recipe.load import Overrides, load_recipe
 from unspool.synthesis.config import REJECT_REASONS
 
 if TYPE_CHECKING:
+    from unspool.recipe.synthesis import Synthesis
     from unspool.synthesis.scheduler import Estimate
 
 SHARE_TOLERANCE = 0.01  # a larger difference between requested and realized shares is printed
@@ -85,14 +87,28 @@ def synthesize(
         raise ConfigError(
             f"{recipe} has no `synth` section, so there is nothing to generate; see docs/how-to/synthetic-data.md."
         )
+    from unspool.recipe.prepare import check_generators
     from unspool.recipe.synthesis import Synthesis  # import late, since it loads torch: recipe errors appear at once
 
     with lock_run(loaded.recipe.out):
         synthesis = Synthesis(loaded, only)
+        if not estimate:
+            check_generators(loaded, synthesis.sets)
+            _check_evals(synthesis)
         synthesis.corpora()
         if estimate:
             return SynthResult(estimates=synthesis.estimates())
         return SynthResult(sets=synthesis.make())
+
+
+def _check_evals(synthesis: "Synthesis") -> None:
+    """Reject evaluations whose texts cannot be built, if a set is decontaminated against them."""
+    from unspool.evals.eval_plan import EvalPlan
+
+    waiting = [config for name, config in synthesis.sets.items() if read_manifest(synthesis.folder(name)) is None]
+    if any(config.decontaminate.evals for config in waiting):
+        seed = synthesis.recipe.seed
+        EvalPlan(synthesis.loaded.evals(), synthesis.tokenizer, seed=seed, root=Path()).check()
 
 
 def kinds_table(name: str, result: Mapping[str, Any]) -> Table:

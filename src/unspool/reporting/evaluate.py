@@ -25,6 +25,7 @@ from unspool.evals.one_look import MAX_SAMPLES, OneLook, default_folder, look_ev
 from unspool.evals.run import Scoring, compare_backends, recorded_backend, score
 from unspool.evals.suites import SUITES
 from unspool.models.location import short_name
+from unspool.models.weight_files import check_weights
 from unspool.reporting.look_page import write_look
 from unspool.reporting.page import write_report
 from unspool.reporting.score_tables import COLUMNS, print_look, print_scores, table_rows
@@ -38,6 +39,7 @@ logger = logging.getLogger(__name__)
 
 BUDGET = "10m"
 UNITS = {"s": 1, "m": 60, "h": 3600}
+READS_WEIGHTS = ("transformers", "vllm")  # of the backends; the others need only the tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,10 +180,10 @@ def evaluate(
     live = None if isinstance(model, str | Path) else model
     ref = str(tokenizer if address else model) if live is None else live.name_or_path
     request = check_request(ref, suite, lengths, settings)
-    options = request.options()
     out_dir = None if out is None else Path(out)
     if live is None:
-        return _run(request, options, None, out_dir)
+        return _run(request, _checked_options(request), None, out_dir)
+    options = request.options()
     for name in ("backend", "rope", "processes"):
         if name in settings:
             raise ConfigError(
@@ -192,6 +194,14 @@ def evaluate(
     backend = LiveBackend(live, tokenizer)
     with backend.answering():
         return _run(request, replace(options, weights=backend.weights), backend, out_dir)
+
+
+def _checked_options(request: EvalRequest) -> BackendOptions:
+    """Check the model's files, which are hashed in any case, before prompts are built; return the backend's options."""
+    options = request.options()
+    if options.kind in READS_WEIGHTS:
+        check_weights(request.model)
+    return options
 
 
 def _run(request: EvalRequest, options: BackendOptions, backend: Backend | None, out: Path | None) -> EvalResult:
@@ -275,6 +285,7 @@ def compare_with_transformers(
 ) -> dict[str, Any]:
     """Compare 20 answers of a backend with the answers of transformers."""
     request = check_request(model, suite, lengths, settings, may_look=False)
+    check_weights(request.model)
     options = request.options()
     first = build_backend(options)
     first.connect(None)

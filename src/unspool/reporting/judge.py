@@ -168,7 +168,9 @@ def _judge(settings: JudgeSettings) -> Judge:
         return Judge(name=model_name, ask=lambda prompt: server.chat(prompt, tokens), width=width)
     from unspool.evals.backends.transformers import ModelBackend  # import late: it loads torch
     from unspool.models.extend import pick_device, pick_dtype
+    from unspool.models.weight_files import check_weights
 
+    check_weights(str(model))
     device = pick_device("auto")
     backend = ModelBackend(str(model), device=device, dtype=pick_dtype(None, device))
     return Judge(name=str(model), ask=local_judge(backend, tokens))

@@ -11,14 +11,17 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from unspool.core.artifacts import digest
 from unspool.core.config import did_you_mean
-from unspool.core.errors import ConfigError
+from unspool.core.errors import ConfigError, DataError
 from unspool.models.location import expand_home, path_exists
+from unspool.recipe.context import RunContext
 from unspool.recipe.extends import find_file, read_text
 from unspool.recipe.json_schema import refuse
 from unspool.recipe.load import LoadedRecipe, Overrides, check_inputs, load_recipe, override_texts
 from unspool.recipe.overrides import override_label
 from unspool.recipe.paths import bundled_recipes, bundled_studies
+from unspool.recipe.prepare import check_data_inputs
 from unspool.recipe.schema import FOLDER_NAME
 from unspool.recipe.yaml_lines import Marks, Place, Problem, read_yaml
 from unspool.studies.arm_scores import Measure, chosen_names, compare_problems, find_measures, measures_of
@@ -210,6 +213,29 @@ def check_study_inputs(runs: list[StudyRun]) -> None:
         except ConfigError as error:
             found = [line for line in str(error).splitlines() if not any(line in one for one in errors)]
             errors += [f"arm {run.arm}: {line}" for line in found]
+    if errors:
+        raise ConfigError("\n".join(errors))
+
+
+def check_arms(runs: list[StudyRun]) -> None:
+    """Reject arms that would stop later, once per arm: their models, stages, sources and evals."""
+    from unspool.models.extend import pick_device  # import late: these load torch
+    from unspool.recipe.run import check_evals
+    from unspool.training.parallel.mesh import single_rank
+
+    errors: list[str] = []
+    checked: set[str] = set()  # evals of one model, which most arms share
+    for run in {run.arm: run for run in reversed(runs)}.values():
+        recipe = run.loaded.recipe
+        context = RunContext(loaded=run.loaded, ranks=single_rank(pick_device(recipe.device)))
+        try:
+            check_data_inputs(context)
+            key = digest([recipe.model, recipe.seed, recipe.evals])
+            if key not in checked:
+                check_evals(context)
+            checked.add(key)
+        except (ConfigError, DataError) as error:
+            errors.insert(0, f"arm {run.arm}: {error}")
     if errors:
         raise ConfigError("\n".join(errors))
 

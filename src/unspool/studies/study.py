@@ -11,7 +11,7 @@ from rich.console import Console
 from unspool.core.lock import lock_run, wait_for_lock
 from unspool.core.result import Result
 from unspool.recipe.load import Overrides
-from unspool.studies.load import Study, StudyRun, check_study_inputs, load_study, pick_runs
+from unspool.studies.load import Study, StudyRun, check_arms, check_study_inputs, load_study, pick_runs
 from unspool.studies.merged_arms import check_sources, merge_weights
 from unspool.studies.study_tables import measures_table, plan_summary, ranking_table, runs_table, shared_table
 
@@ -120,13 +120,11 @@ def study(
     from unspool.studies.run import is_done, states
 
     if not report_only:
-        from unspool.models.extend import pick_device
-
         waiting = [run for run in chosen if not is_done(loaded, run)]
         check_sources(loaded, waiting)
-        check_study_inputs([run for run in waiting if run.merge is None])
-        for run in waiting:
-            pick_device(run.loaded.recipe.device)
+        trained = [run for run in waiting if run.merge is None]
+        check_study_inputs(trained)
+        check_arms(trained)
     from unspool.studies.study_report import publish_study
 
     # Several processes may share the arms of a study by `only`.

@@ -13,6 +13,7 @@ from unspool.core.progress import progress_bar
 from unspool.core.sizes import format_size, parse_size
 from unspool.models.config import config_values
 from unspool.models.location import model_path, path_exists, resolve_path, short_name
+from unspool.models.weight_files import check_weights
 from unspool.rope.tables import RopeMethod, RopeShape, shape_of
 from unspool.studies.rope_trial.candidates import (
     Candidate,
@@ -92,6 +93,7 @@ def check_request(given: Request) -> Request:
             f"`context_length={str(request.context)!r}`: the model's context is {format_size(request.old_len)} "
             "already; give a longer one."
         )
+    check_weights(request.model)
     if request.folder.exists() and not request.folder.is_dir():
         raise ConfigError(f"{request.folder} is a file; give another folder as `out`.")
     return request
