@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tools"))
 
+import run_states  # noqa: E402
 import run_study  # noqa: E402
 import study_results  # noqa: E402
 from run_study import FAILED, FINISHED, STOPPED, WAITING, Queue, Run  # noqa: E402
@@ -168,11 +169,11 @@ def test_finished_runs_are_not_started_again(tmp_path):
 def test_the_state_shows_progress_and_no_score(tmp_path):
     log = tmp_path / "a.log"
     log.write_text("stage train: 1/40  loss 3.1  eta 0:01:00\nscore train: 3 of 9 contexts\narm  niah/32K\nabf  77%\n")
-    assert run_study.last_line(log, run_study.PROGRESS) == "score train: 3 of 9 contexts"
+    assert run_states.last_line(log, run_states.PROGRESS) == "score train: 3 of 9 contexts"
     facts = {"ended": True, "ends_at": 0, "runs": {"a": {"state": FINISHED, "seconds": {"scoring": 1.0}}}}
     (tmp_path / "logs").mkdir()
     log.rename(tmp_path / "logs" / "a.log")
-    assert "%" not in run_study.describe(tmp_path, facts)
+    assert "%" not in run_states.describe(tmp_path, facts)
 
 
 def exited(status: int) -> subprocess.CompletedProcess[bytes]:
@@ -322,7 +323,8 @@ def test_too_many_or_too_large_files_are_refused_with_the_setting_to_change(stud
     ("given", "message"),
     [
         (["start", "out", "abf-s0", "--model", "m"], "start: give either --study or --recipe."),
-        (["start", "out", "abf-s9", "--model", "m", "--study", "tiny"], "tiny has no run 'abf-s9'. It has "),
+        (["start", "out", "abff-s0", "--model", "m", "--study", "tiny"], "tiny has no run 'abff-s0'. It has "),
+        (["start", "out", "abf", "--model", "m", "--study", "tiny"], "'abf' is not a run; write ARM-sSEED, such as"),
         (["start", "out", "a", "--model", "m", "--study", "tiny", "--data", "x"], "--data x: no such folder"),
         (["start", "out", "a", "--model", "m", "--study", "tiny", "--at-once", "0"], "--at-once, --training and"),
         (["status", "out"], "out: no runs were started there"),

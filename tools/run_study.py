@@ -27,6 +27,19 @@ from pathlib import Path
 from typing import Any
 
 from mps import find_control, mps
+from run_states import (
+    ACTIVE,
+    FAILED,
+    FINISHED,
+    LOGS,
+    SCORING,
+    STARTED,
+    STARTING,
+    STOPPED,
+    WAITING,
+    describe,
+    phase_of,
+)
 from study_results import LONGPPL, SHORT, pack
 from unspool.core.artifacts import write_atomic
 from unspool.core.errors import ConfigError, UnspoolError
@@ -36,17 +49,8 @@ from unspool.studies.load import load_study
 
 SHORT_TASKS = Path(__file__).resolve().parents[1] / "docs" / "results" / "plan" / "short_tasks"
 STATE = "runs.json"
-LOGS = "logs"
-TAIL = 1 << 16  # bytes at the end of a log that are searched
-PROGRESS, ERROR = ("stage ", "score "), "error: "
-STARTED = "-- started"  # begins the part of a log that one process wrote
 GRACE = 18  # seconds that a run gets to save after SIGINT
 POLL = 0.5
-# In the order of a run.
-WAITING, STARTING, TRAINING, SCORING, FINISHED, STOPPED, FAILED = (
-    "waiting", "starting", "training", "scoring", "finished", "stopped", "failed",
-)  # fmt: skip
-ACTIVE = (STARTING, TRAINING, SCORING)
 
 
 # One run
@@ -111,15 +115,6 @@ class Run:
                 self.process.send_signal(number)
         except ProcessLookupError:
             pass
-
-
-def phase_of(folder: Path) -> str:
-    logs = [path for path in folder.glob("stages/*/metrics.jsonl") if path.stat().st_size]
-    scores = {path.name.removesuffix(".work") for path in folder.glob("scores/*")}
-    # The base model is scored before the first stage.
-    if scores - {"base"} or (scores and not logs):
-        return SCORING
-    return TRAINING if logs else STARTING
 
 
 # All runs
@@ -187,40 +182,6 @@ class Queue:
         print(describe(self.out, facts), flush=True)
 
 
-def describe(out: Path, facts: dict[str, Any]) -> str:
-    left = max(0, round(facts["ends_at"] - time.time()))
-    lines = [f"{time.strftime('%H:%M:%S')}  {'ended' if facts['ended'] else f'{left} s left'}"]
-    for name, run in facts["runs"].items():
-        spent = ", ".join(f"{phase} {seconds:.0f} s" for phase, seconds in run["seconds"].items())
-        text = f"  {name:24} {run['state']:9} {spent}"
-        if run["state"] in ACTIVE:
-            text = f"{text}  {last_line(out / LOGS / f'{name}.log', PROGRESS)}"
-        if run["state"] == FAILED:
-            text = f"{text}  {failure(out, name)}"
-        lines.append(text.rstrip())
-    return "\n".join(lines)
-
-
-def failure(out: Path, name: str) -> str:
-    log = out / LOGS / f"{name}.log"
-    try:
-        found = json.loads((out / "failures" / f"{name}.json").read_text(encoding="utf-8"))["error"]
-    except (OSError, ValueError, KeyError):
-        found = last_line(log, (ERROR, STARTED)).removeprefix(ERROR)
-    return f"{'no message' if found.startswith(STARTED) or not found else found.splitlines()[0]} (log: {log})"
-
-
-def last_line(log: Path, starts: tuple[str, ...]) -> str:
-    """Return the newest line that begins so. Progress of training and scoring, and errors, hold no score."""
-    try:
-        with log.open("rb") as file:
-            file.seek(max(0, log.stat().st_size - TAIL))
-            lines = file.read().decode(errors="replace").splitlines()
-    except OSError:
-        return ""
-    return next((line for line in reversed(lines) if line.startswith(starts)), "")
-
-
 # Commands
 
 
@@ -257,8 +218,11 @@ def build_queue(args: argparse.Namespace) -> Queue:
     options = [part for change in changes for part in ("--set", change)]
 
     def command(name: str) -> list[str]:
-        verb = ["study", study, "--only", name, "--out", str(out)] if args.study else recipe_command(name)
+        verb = study_command(name) if args.study else recipe_command(name)
         return [sys.executable, "-m", "unspool", *verb, *options]
+
+    def study_command(name: str) -> list[str]:
+        return ["study", study, "--only", name, "--seeds", str(seed_of(name)), "--out", str(out)]
 
     def recipe_command(name: str) -> list[str]:
         recipe = str(Path(args.recipe).resolve()) if Path(args.recipe).is_file() else args.recipe
@@ -274,7 +238,7 @@ def check_runs(study: str, changes: list[str], runs: list[Run]) -> None:
     """Refuse unknown names, and mark runs that are finished with these settings."""
     from unspool.studies.run import is_done  # imports torch
 
-    loaded = load_study(study, overrides=changes, out=runs[0].out)
+    loaded = load_study(study, overrides=changes, seeds=sorted({seed_of(run.name) for run in runs}), out=runs[0].out)
     known = {run.name: run for run in loaded.runs}
     for run in runs:
         if run.name not in known:
@@ -283,6 +247,13 @@ def check_runs(study: str, changes: list[str], runs: list[Run]) -> None:
         run.needs = f"{merge.arm}-s{known[run.name].seed}" if merge else None
         if is_done(loaded, known[run.name]):
             run.state = FINISHED
+
+
+def seed_of(name: str) -> int:
+    arm, _, seed = name.rpartition("-s")
+    if not arm or not seed.isdecimal():
+        raise ConfigError(f"{name!r} is not a run; write ARM-sSEED, such as abf-s0.")
+    return int(seed)
 
 
 def read_state(out: Path) -> dict[str, Any]:

@@ -1,9 +1,12 @@
 """A study file: its keys, the recipes of its arms, and one sentence for every mistake."""
 
+import json
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from unspool.cli.main import build_app
 from unspool.core.errors import ConfigError
 from unspool.recipe.load import load_recipe
 from unspool.recipe.paths import bundled_studies
@@ -94,6 +97,27 @@ def test_a_grid_can_sweep_a_share_that_begins_at_none(study):
         {"books": 1.0},
         pytest.approx({"books": 0.9, "wiki": 0.1}),
     ]
+
+
+def test_seeds_replace_those_of_every_arm(study):
+    found = load_study(study, seeds=[4, 7])
+    assert [run.name for run in found.runs] == [f"{arm}-s{seed}" for arm in found.arms for seed in (4, 7)]
+    assert [run.loaded.recipe.seed for run in found.runs[:2]] == [4, 7]
+    with pytest.raises(ConfigError, match=r"^seeds = \[4, 4\]: must be a list of different whole numbers from 0"):
+        load_study(study, seeds=[4, 4])
+
+
+@pytest.mark.parametrize("given", ["3,x", "", "0.5"])
+def test_seeds_on_the_command_line_are_whole_numbers(given):
+    done = CliRunner().invoke(build_app(), ["study", "tiny", "--seeds", given, "--dry-run"])
+    assert done.exit_code == 2
+    assert done.stderr == f"error: --seeds {given}: write whole numbers with commas, such as --seeds 3,4,5.\n"
+
+
+def test_a_plan_lists_the_runs_of_other_seeds():
+    done = CliRunner().invoke(build_app(), ["study", "tiny", "--only", "utk", "--seeds", "3,4", "--dry-run", "--json"])
+    planned = json.loads(done.stdout)["runs"]
+    assert [run["run"] for run in planned if run["run"].startswith("utk-s")] == ["utk-s3", "utk-s4"]
 
 
 def test_what_is_set_on_the_command_line_holds_for_every_arm(study):

@@ -10,6 +10,7 @@ from rich.padding import Padding
 from unspool.cli.default_command import DEFAULT, DefaultGroup
 from unspool.cli.recipes import Override
 from unspool.core.console import PlainConsole, print_json
+from unspool.core.errors import ConfigError
 
 SOME_FAILED = 1
 WIDTH = 200  # of tables that are not printed to a terminal: no column is cut
@@ -36,6 +37,10 @@ def study(
         list[str] | None,
         typer.Option("--only", metavar="ARM", help="Run only this arm, or one run ARM-sSEED. Repeatable."),
     ] = None,
+    seeds: Annotated[
+        str | None,
+        typer.Option("--seeds", metavar="LIST", help="Seeds of every arm, such as 3,4,5, in place of the study's."),
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the runs, what they share and the tokens to train; run nothing.")
     ] = False,
@@ -61,19 +66,22 @@ def study(
 
         unspool study my-study.yaml --only utk --only abf-s1
 
+        unspool study my-study.yaml --seeds 3,4,5 --out repeated
+
     Every run is also written as a recipe: recipes/ARM-sSEED.yaml in the
     study's folder. --set changes a value in every arm.
     """
     from unspool.studies import study as studies
 
+    chosen = _whole_numbers(seeds)
     if dry_run:
-        plan = studies.plan_study(study, overrides, only=only or (), out=out)
+        plan = studies.plan_study(study, overrides, only=only or (), seeds=chosen, out=out)
         if as_json:
             print_json(plan.to_dict())
         else:
             plan.print(_console())
         return
-    result = studies.study(study, overrides, only=only or (), out=out, report_only=report_only)
+    result = studies.study(study, overrides, only=only or (), seeds=chosen, out=out, report_only=report_only)
     if as_json:
         print_json(result.to_dict())
     else:
@@ -81,6 +89,15 @@ def study(
         result.print(_console())
     if result.failed:
         raise typer.Exit(SOME_FAILED)
+
+
+def _whole_numbers(text: str | None) -> list[int]:
+    if text is None:
+        return []
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"--seeds {text}: write whole numbers with commas, such as --seeds 3,4,5.") from None
 
 
 def _console() -> PlainConsole:

@@ -27,7 +27,15 @@ from unspool.recipe.yaml_lines import Marks, Place, Problem, read_yaml
 from unspool.studies.arm_scores import Measure, chosen_names, compare_problems, find_measures, measures_of
 from unspool.studies.merged_arms import BASE, merged_recipe
 from unspool.studies.paper_numbers import Paper, paper_problems, read_paper
-from unspool.studies.schema import DEFAULT_SEEDS, MAX_RUNS, Margin, Merge, study_problems, unknown_arm
+from unspool.studies.schema import (
+    DEFAULT_SEEDS,
+    MAX_RUNS,
+    Margin,
+    Merge,
+    seed_problems,
+    study_problems,
+    unknown_arm,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,8 +163,10 @@ class Study:
         return self.out / run.name
 
 
-def load_study(path_or_name: str | Path, *, overrides: Overrides = None, out: Path | None = None) -> Study:
-    """Load and check a study; `overrides` apply to every arm, after its own."""
+def load_study(
+    path_or_name: str | Path, *, overrides: Overrides = None, seeds: Sequence[int] = (), out: Path | None = None
+) -> Study:
+    """Load and check a study; `overrides` apply to every arm, after its own, and `seeds` replace those of all arms."""
     changes = override_texts(overrides)
     file, root, label = find_file(str(path_or_name), bundled_studies(), kind="study")
     text = read_text(file, label, kind="study")
@@ -167,6 +177,8 @@ def load_study(path_or_name: str | Path, *, overrides: Overrides = None, out: Pa
             "prints an example."
         )
     refuse([*problems, *study_problems(data)], marks, data)
+    if seeds:
+        data = _with_seeds(data, list(seeds))
     specs, grid_problems = expand(data)
     refuse(grid_problems, marks, data)
     name = str(data["name"])
@@ -292,6 +304,13 @@ def _with_merged(
 
 def _seeds(spec: ArmSpec, data: Mapping[str, Any]) -> list[int]:
     return spec.seeds or data.get("seeds") or DEFAULT_SEEDS
+
+
+def _with_seeds(data: Mapping[str, Any], seeds: list[int]) -> dict[str, Any]:
+    for problem in seed_problems(seeds, ()):
+        raise ConfigError(f"seeds = {seeds}: {problem.text}")
+    arms = {name: (arm or {}) | {"seeds": seeds} for name, arm in (data.get("arms") or {"": {}}).items()}
+    return {**data, "arms": arms}
 
 
 def _placed(

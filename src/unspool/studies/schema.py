@@ -66,7 +66,7 @@ def study_problems(data: Mapping[str, Any]) -> Iterator[Problem]:
     if data.get("out") is not None and not isinstance(data["out"], str):
         yield Problem(place=("out",), text="must be a folder.", show_value=True)
     yield from _set_problems(data.get("set"), ("set",))
-    yield from _seed_problems(data.get("seeds"), ("seeds",))
+    yield from seed_problems(data.get("seeds"), ("seeds",))
     yield from _arm_problems(data)
     yield from _grid_problems(data.get("grid"))
     if data.get("baseline") is not None and not isinstance(data["baseline"], str):
@@ -103,7 +103,7 @@ def _arm_problems(data: Mapping[str, Any]) -> Iterator[Problem]:
             continue
         yield from _unknown_keys(arm, ARM_KEYS, place)
         yield from _set_problems(arm.get("set"), (*place, "set"))
-        yield from _seed_problems(arm.get("seeds"), (*place, "seeds"))
+        yield from seed_problems(arm.get("seeds"), (*place, "seeds"))
         if arm.get("stage") is not None and not isinstance(arm["stage"], str):
             yield Problem(place=(*place, "stage"), text="must be the name of a stage.", show_value=True)
         yield from _merge_problems(arm, place, arms)
@@ -167,7 +167,7 @@ def _grid_problems(grid: Any) -> Iterator[Problem]:
         yield Problem(place=place, text=text, show_value=True)
 
 
-def _seed_problems(seeds: Any, place: Place) -> Iterator[Problem]:
+def seed_problems(seeds: Any, place: Place) -> Iterator[Problem]:
     if seeds is None:
         return
     whole = isinstance(seeds, list) and all(isinstance(seed, int) and not isinstance(seed, bool) for seed in seeds)

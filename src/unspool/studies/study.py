@@ -87,6 +87,7 @@ def study(
     overrides: Overrides = None,
     *,
     only: Sequence[str] = (),
+    seeds: Sequence[int] = (),
     out: str | Path | None = None,
     report_only: bool = False,
 ) -> StudyResult:
@@ -99,6 +100,7 @@ def study(
         study: A study file, or the name of a bundled study.
         overrides: Changes to the recipe of every arm, such as `{"engine.workers": 8}`.
         only: Run only these arms (`utk`) or runs (`abf-s1`).
+        seeds: Seeds of every arm, in place of the study's: `[3, 4, 5]` repeats it with new ones.
         out: Folder of the study, `runs/NAME` by default.
         report_only: Compare the runs that are in the folder, including copied ones; run nothing.
 
@@ -114,7 +116,7 @@ def study(
         >>> {run["state"] for run in result.to_dict()["runs"]}
         {'not begun'}
     """
-    loaded = load_study(study, overrides=overrides, out=None if out is None else Path(out))
+    loaded = load_study(study, overrides=overrides, seeds=seeds, out=None if out is None else Path(out))
     chosen = pick_runs(loaded, only)
     # Import late, so that errors in the study file appear immediately: this loads torch.
     from unspool.studies.run import is_done, states
@@ -151,7 +153,12 @@ def _run(study: Study, chosen: Sequence[StudyRun]) -> "list[RunState]":
 
 
 def plan_study(
-    study: str | Path, overrides: Overrides = None, *, only: Sequence[str] = (), out: str | Path | None = None
+    study: str | Path,
+    overrides: Overrides = None,
+    *,
+    only: Sequence[str] = (),
+    seeds: Sequence[int] = (),
+    out: str | Path | None = None,
 ) -> StudyPlan:
     """List the runs of a study, what they share and the tokens to train; run nothing.
 
@@ -159,6 +166,7 @@ def plan_study(
         study: A study file, or the name of a bundled study.
         overrides: Changes to the recipe of every arm.
         only: Count only these arms or runs as to be run.
+        seeds: Seeds of every arm, in place of the study's.
         out: Folder of the study, `runs/NAME` by default.
 
     Returns:
@@ -172,7 +180,7 @@ def plan_study(
         >>> len(unspool.plan_study("tiny").to_dict()["runs"]) > 1
         True
     """
-    loaded = load_study(study, overrides=overrides, out=None if out is None else Path(out))
+    loaded = load_study(study, overrides=overrides, seeds=seeds, out=None if out is None else Path(out))
     chosen = pick_runs(loaded, only)
     from unspool.studies.run import study_plan  # import late: it loads torch
 
