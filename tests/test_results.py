@@ -126,6 +126,8 @@ def test_readme_quotes_the_tables_of_the_systems() -> None:
     held_back = [*cells("untie-the-knots.md", "all three")[2:], *cells("harpe.md", "all three")[2:]]
     shares = sorted(int(cell.split("%")[0]) for cell in held_back)
     assert f"every trained arm finds {shares[0]} to {shares[-1]}% of them at 32K" in readme
+    share = cells("untie-the-knots.md", "locker, password, ship")[1].split(" ")[0]
+    assert f"The untouched model finds {share} of them at 1K" in readme
 
 
 def lines(run: str) -> list[dict]:
