@@ -66,6 +66,14 @@ MISTAKES = {
         ["--suite", "niah", "--lengths", "64", "--out", "taken/results"],
         "{cwd}/taken: file exists; it already exists; move it away, or use another path.",
     ),
+    "file where the page should go": (
+        ["--suite", "niah", "--lengths", "64", "--html", "taken/page.html"],
+        "--html taken/page.html: {cwd}/taken is a file, not a folder; use another path.",
+    ),
+    "missing text": (
+        ["--suite", "perplexity", "--lengths", "64", "--text", "nothing.txt"],
+        "--text: path 'nothing.txt' does not exist (looked for {cwd}/nothing.txt); give a file, a folder or a pattern.",
+    ),
 }
 
 

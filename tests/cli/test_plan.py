@@ -2,6 +2,8 @@
 
 import json
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -135,6 +137,13 @@ def test_mistakes_are_told_in_a_sentence(options, told):
     assert done.exit_code == 2
     assert told in done.stderr
     assert "Traceback" not in done.output
+
+
+@pytest.mark.parametrize("options", [["nothing"], ["tiny", "--gpu", "h999"], ["tiny", "--set", "stages.0.lr=no"]])
+def test_mistakes_are_told_before_torch_is_imported(options):
+    code = "import sys; from unspool.cli.main import main\ntry: main()\nfinally: print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code, "plan", *options], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "False\n"), done.stderr
 
 
 def test_without_a_gpu_it_says_what_it_plans_for():

@@ -159,3 +159,11 @@ def test_a_stage_whose_start_is_missing_is_one_sentence(recipe, tmp_path):
     assert result.stderr.splitlines()[-1] == (
         "error: stage abf starts from stage first, which is not trained yet; train it first."
     )
+
+
+def test_a_file_where_the_run_should_go_is_named(recipe, tmp_path):
+    (tmp_path / "file").touch()
+    result = invoke("run", str(recipe), "--set", f"out={tmp_path / 'file' / 'run'}")
+    assert result.exit_code == 2
+    wanted = f"error: out {tmp_path}/file/run: {tmp_path}/file is a file, not a folder; use another path.\n"
+    assert result.stderr.endswith(wanted)

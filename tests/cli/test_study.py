@@ -334,3 +334,10 @@ def test_mistakes_are_one_sentence_and_nothing_is_written(args, wanted, study, t
     assert wanted in result.stderr
     assert result.stderr.count("\n") == 1, result.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_a_recipe_given_as_a_study_is_named_as_one(study):
+    result = invoke("study", str(study.parent / "mini.yaml"))
+    assert result.exit_code == 2
+    path = study.parent / "mini.yaml"
+    assert result.stderr == f"error: {path} is a recipe, not a study; run it with `unspool run {path}`.\n"

@@ -1,6 +1,7 @@
 """Artifacts are complete or absent after any failure, and stale ones are detected."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from unspool.core import artifacts
 from unspool.core.artifacts import (
     MANIFEST,
     REMOVED,
+    check_writable,
     digest,
     file_digest,
     folder_digest,
@@ -27,6 +29,7 @@ from unspool.core.artifacts import (
     stale_reason,
     write_atomic,
 )
+from unspool.core.errors import ConfigError
 
 INPUTS = {"corpus books": "abc", "tokenizer": "def"}
 SETTINGS = {"rows": {"length": 64, "packing": "single_doc"}, "seed": 0}
@@ -411,3 +414,17 @@ def test_a_folder_digest_depends_on_names_and_contents_wherever_the_folder_is(ch
     else:
         (tmp_path / "two" / "more").write_text("")
     assert folder_digest(tmp_path / "one") != folder_digest(tmp_path / "two")
+
+
+def test_a_file_in_a_new_folder_can_be_written_and_nothing_is_made(tmp_path):
+    check_writable(tmp_path / "a" / "b", "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_below_a_file_or_in_a_forbidden_folder_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=rf"^out {tmp_path}/file/x: {tmp_path}/file is a file, not a folder"):
+        check_writable(tmp_path / "file" / "x", "out")
+    monkeypatch.setattr("os.access", lambda path, mode: not (path == tmp_path and mode & os.W_OK))
+    with pytest.raises(ConfigError, match=rf"^out {tmp_path}/new/x: no permission to write into {tmp_path};"):
+        check_writable(tmp_path / "new" / "x", "out")

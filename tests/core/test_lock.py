@@ -16,7 +16,7 @@ import pytest
 
 from factory import die, in_child
 from unspool.core import lock
-from unspool.core.errors import BusyError
+from unspool.core.errors import BusyError, explain
 from unspool.core.lock import LOCK, lock_output, lock_run, wait_for_lock
 
 
@@ -255,3 +255,15 @@ def test_whoever_lost_its_lease_while_it_was_suspended_ends(no_locks, tmp_path):
             time.sleep(10)
 
     assert in_child(work) == 2
+
+
+def test_a_refused_lock_names_the_output_and_not_the_lock_file(tmp_path, monkeypatch):
+    def refuse(path, *_):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(lock.os, "open", refuse)
+    with pytest.raises(PermissionError) as caught, lock_output(tmp_path / "scores"):
+        pass
+    assert (
+        explain(caught.value) == f"{tmp_path}/scores: permission denied; change the permissions, or use another path."
+    )

@@ -268,3 +268,16 @@ def test_wrong_options_are_explained(command, arguments, message):
 
 def test_only_scores_are_judged(tmp_path, folder):
     assert scores_folders(folder) == scores_folders(folder.parents[1]) == [folder]
+
+
+def test_a_judge_is_found_by_asset_name(folder):
+    done = CliRunner().invoke(build_app(), ["judge", str(folder), "--model", "asset:tiny-base", "--dry-run"])
+    # Found and loaded; as a base model it is refused.
+    assert "no chat template" in done.stderr
+
+
+def test_missing_scores_are_reported_before_a_judge_is_loaded(tmp_path, monkeypatch):
+    monkeypatch.setattr("unspool.reporting.judge._judge", lambda _: pytest.fail("a judge was loaded"))
+    done = CliRunner().invoke(build_app(), ["judge", str(tmp_path), "--model", "asset:tiny-base"])
+    assert done.exit_code == 2
+    assert "no scores found" in done.stderr

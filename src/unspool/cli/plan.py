@@ -8,7 +8,9 @@ from unspool.cli.recipes import Override
 from unspool.cli.run import RecipeArgument
 from unspool.core.console import PlainConsole, print_json
 from unspool.core.errors import ConfigError
-from unspool.planning.cost import GPUS
+from unspool.planning.cost import GPUS, find_gpu
+from unspool.planning.local_machine import CPU, THIS
+from unspool.recipe.load import load_recipe
 
 MAX_BANDWIDTH = 1e6  # GB/s
 
@@ -80,6 +82,9 @@ def plan(
 
         unspool plan tiny --gpu this --measure
     """
+    load_recipe(recipe, overrides)  # mistakes appear before the imports below, which take seconds
+    if gpu is not None and gpu.lower() not in (CPU, THIS):
+        find_gpu(gpu.lower())
     from unspool.planning.make_plan import plan as make
     from unspool.planning.recipe_plan import as_plain
 

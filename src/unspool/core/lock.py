@@ -96,8 +96,13 @@ def _lock(path: Path, what: Path, mode: int) -> Iterator[None]:
 
 @contextmanager
 def _lock_file(path: Path, what: Path, mode: int) -> Iterator[None]:
-    with naming(path.parent):
-        descriptor, problem = _take_lock(path, what, mode)
+    try:
+        with naming(path.parent):
+            descriptor, problem = _take_lock(path, what, mode)
+    except OSError as error:
+        if error.filename == str(path):
+            error.filename = str(what)  # what the user named
+        raise
     if descriptor is None:
         logger.warning(
             f"{path.parent}: this file system has no locks ({problem}); using a lease instead, renewed every "

@@ -14,6 +14,7 @@ from unspool.evals.averaged_run import run_model_path
 from unspool.evals.backends.base import BACKENDS, BackendOptions, RopeOverride
 from unspool.evals.beyond_context import DONE
 from unspool.evals.config import EvalConfig
+from unspool.evals.heldout import check_text
 from unspool.evals.suite import Suite
 from unspool.evals.suites import SUITES
 from unspool.rope.tables import RopeMethod
@@ -154,6 +155,8 @@ def check_request(
     for name in ("beyond_context", "reference", "suite_settings"):
         if is_short and given.get(name):
             raise ConfigError(f"`{name}` has no effect on `suite={SHORT!r}`, which runs lm-eval tasks; remove it.")
+    if settings.get("text"):
+        check_text("text", str(settings["text"]))
     options = {key: given.get(key) for key in OF_SUITES}
     options |= {"samples": settings.get("samples") or SAMPLES, "tasks": list(settings.get("tasks") or [])}
     options["suite_settings"] = dict(settings.get("suite_settings") or {})

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from unspool.core.artifacts import file_digest
+from unspool.core.errors import ConfigError
 from unspool.data.facts import single_token_words, word_list
 from unspool.data.sources.base import FileSource, read_strictly
 from unspool.data.sources.jsonl import text_or_jsonl
@@ -37,6 +38,14 @@ def heldout_source(text: str | None) -> FileSource:
 def heldout_files(text: str | None, root: Path) -> list[Path]:
     """List the files. Raises ConfigError if there are none."""
     return heldout_source(text).units(root)
+
+
+def check_text(argument: str, text: str) -> None:
+    """Raise ConfigError, which names the argument, if `text` is no file, folder or pattern with files."""
+    try:
+        heldout_files(text, Path.cwd())
+    except ConfigError as error:
+        raise ConfigError(f"`{argument}`: {error}") from None
 
 
 def heldout_digest(text: str | None, root: Path) -> dict[str, str]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from unspool.core.artifacts import check_writable
 from unspool.core.config import lookup
 from unspool.core.lock import lock_run
 from unspool.core.phases import process_seconds
@@ -124,6 +125,7 @@ def _prepare(loaded: LoadedRecipe, until: str, format: str | None) -> RunResult:
 @contextmanager
 def _opened(loaded: LoadedRecipe, from_process_start: bool) -> Iterator[Any]:
     """Open the run of a recipe in this process, or on all ranks of the job that it is part of."""
+    check_writable(loaded.recipe.out, "out")
     if isinstance(loaded.recipe.model, str) and os.environ.get("RANK", "0") == "0":
         from unspool.models.weight_files import hash_ahead
 

@@ -27,6 +27,7 @@ from unspool.evals.judge.run import (
     reply_tokens,
     scores_folders,
 )
+from unspool.models.location import model_path
 from unspool.reporting.score_tables import print_scores
 
 logger = logging.getLogger(__name__)
@@ -101,9 +102,10 @@ def judge(
         [0]
     """
     repeats = _repeats(settings)
+    _check_settings(settings)
+    folders = scores_folders(Path(run))  # before a judge is loaded
     chosen = _judge(settings)
     estimates, summaries = {}, {}
-    folders = scores_folders(Path(run))
     with lock_output(Path(run)):
         for folder in folders:
             with replies_for(folder, chosen.name) as replies:
@@ -138,6 +140,7 @@ def check_judge(graded: str | Path, **settings: Unpack[JudgeSettings]) -> Agreem
         no judge was given
     """
     repeats = _repeats(settings)
+    _check_settings(settings)
     chosen = _judge(settings)
     path = Path(graded)
     beside = path.with_name(f"{path.name}.{JUDGEMENTS}")
@@ -150,19 +153,23 @@ def _repeats(settings: JudgeSettings) -> bool:
     return again is not None and lookup({"unparsable": True}, again, kind="`again`")
 
 
+def _check_settings(settings: JudgeSettings) -> None:
+    url, model = settings.get("url"), settings.get("model")
+    if url is None and model is None:
+        raise ConfigError("no judge was given; give a server (`url` and `model_name`) or a `model`.")
+    if url is not None and model is not None:
+        raise ConfigError("`url` and `model` both give a judge; give one of them.")
+    if url is not None and settings.get("model_name") is None:
+        raise ConfigError("`url` needs `model_name`, the name of the judge on the server.")
+
+
 def _judge(settings: JudgeSettings) -> Judge:
     from unspool.core.http_client import RetryPolicy
     from unspool.evals.backends.openai import Server
 
     tokens = reply_tokens(_repeats(settings))
     url, model, model_name = settings.get("url"), settings.get("model"), settings.get("model_name")
-    if url is None and model is None:
-        raise ConfigError("no judge was given; give a server (`url` and `model_name`) or a `model`.")
-    if url is not None and model is not None:
-        raise ConfigError("`url` and `model` both give a judge; give one of them.")
-    if url is not None:
-        if model_name is None:
-            raise ConfigError("`url` needs `model_name`, the name of the judge on the server.")
+    if url is not None and model_name is not None:
         width = settings.get("requests", 8)
         server = Server(url=url, model=model_name, retry=RetryPolicy(seconds=settings.get("timeout", 600)), width=width)
         return Judge(name=model_name, ask=lambda prompt: server.chat(prompt, tokens), width=width)
@@ -172,5 +179,5 @@ def _judge(settings: JudgeSettings) -> Judge:
 
     check_weights(str(model))
     device = pick_device("auto")
-    backend = ModelBackend(str(model), device=device, dtype=pick_dtype(None, device))
+    backend = ModelBackend(model_path(str(model), Path()), device=device, dtype=pick_dtype(None, device))
     return Judge(name=str(model), ask=local_judge(backend, tokens))

@@ -7,6 +7,7 @@ from pathlib import Path
 from markupsafe import Markup, escape
 
 from unspool import __version__
+from unspool.core.artifacts import check_writable
 from unspool.core.charts import MODEL_STYLES, bar_key, heat_scale, swatch
 from unspool.core.errors import ConfigError
 from unspool.core.formatting import printable
@@ -140,6 +141,7 @@ def write_report(run_dirs: list[Path], out_file: Path, *, tables: Sequence[Table
 def check_file(out_file: Path, name: str) -> None:
     if out_file.is_dir():
         raise ConfigError(f"{out_file} is a folder. Name the file to write, such as {out_file / name}.")
+    check_writable(out_file, "page")
 
 
 def render(runs: Sequence[RunResults], tables: Sequence[Table] = ()) -> str:

@@ -176,6 +176,8 @@ def load_study(
             f"{label}:1: a study must be a mapping with keys such as name, recipe and arms; `unspool study show tiny` "
             "prints an example."
         )
+    if "stages" in data and "recipe" not in data:
+        raise ConfigError(f"{label} is a recipe, not a study; run it with `unspool run {label}`.")
     refuse([*problems, *study_problems(data)], marks, data)
     if seeds:
         data = _with_seeds(data, list(seeds))

@@ -11,6 +11,7 @@ from typing import Any
 from unspool.core.errors import ConfigError
 from unspool.core.progress import progress_bar
 from unspool.core.sizes import format_size, parse_size
+from unspool.evals.heldout import check_text
 from unspool.models.config import config_values
 from unspool.models.location import model_path, path_exists, resolve_path, short_name
 from unspool.models.weight_files import check_weights
@@ -93,6 +94,9 @@ def check_request(given: Request) -> Request:
             f"`context_length={str(request.context)!r}`: the model's context is {format_size(request.old_len)} "
             "already; give a longer one."
         )
+    for name, path in (("text", request.text), ("train_text", request.train_text)):
+        if path is not None:
+            check_text(name, path)
     check_weights(request.model)
     if request.folder.exists() and not request.folder.is_dir():
         raise ConfigError(f"{request.folder} is a file; give another folder as `out`.")
