@@ -177,7 +177,8 @@ def _judge(settings: JudgeSettings) -> Judge:
     from unspool.models.extend import pick_device, pick_dtype
     from unspool.models.weight_files import check_weights
 
-    check_weights(str(model))
+    path = model_path(str(model), Path())
+    check_weights(path)
     device = pick_device("auto")
-    backend = ModelBackend(model_path(str(model), Path()), device=device, dtype=pick_dtype(None, device))
+    backend = ModelBackend(path, device=device, dtype=pick_dtype(None, device))
     return Judge(name=str(model), ask=local_judge(backend, tokens))
