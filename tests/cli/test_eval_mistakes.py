@@ -104,7 +104,10 @@ def test_set_passes_any_key_of_the_suite():
     ("given", "sentence"),
     [
         ("wordings", "--set 'wordings': write KEY=VALUE, such as --set wordings=all."),
-        ("wordings=heldot", "wordings: wording 'heldot' is not known; known: development, heldout, all, heldout-2, magic"),
+        (
+            "wordings=heldot",
+            "wordings: wording 'heldot' is not known; known: development, heldout, all, heldout-2, magic",
+        ),
         ("wordigns=all", "--set: niah has no key 'wordigns'; did you mean 'wordings'?"),
         ("samples=3", "--set: 'samples' has its own argument, --samples; use that."),
     ],
