@@ -58,6 +58,7 @@ HELDOUT_BOOKS, HELDOUT_CHARS = 12, 600_000  # books of at least this length: sev
 SHORT_CHARS = 32_000  # longer texts of short sources are cut at paragraphs, to about 8K tokens
 MAX_CHARS = {"books": 48_000_000, "repos": 24_000_000, "textbooks": 12_000_000}
 REPO_CHARS = 1_500_000  # of one repository, so that no repository fills a source
+SEEDS = range(6)  # of the planned runs
 NEEDLES, NEEDLE_LENGTH = 270, 4096  # contexts per seed that are compared
 LEVEL = 19  # of zstd
 
@@ -216,18 +217,18 @@ class Overlap:
 
 
 def all_evals() -> list[tuple[EvalConfig, int]]:
-    """Every entry of the recipe and the studies under every seed, in all needle wordings, at its shortest length.
+    """Every entry of the recipe and the studies under the plan's seeds, in all needle wordings, at its shortest length.
 
     Longer prompts consist of the same held-out books, files, templates and generated facts.
     """
     recipes = [load_recipe(name).recipe for name in RECIPES]
     recipes += [run.loaded.recipe for name in STUDIES for run in load_study(name).runs]
-    found = [(entry, recipe.seed) for recipe in recipes for entry in recipe.evals]
+    found = [(entry, seed) for recipe in recipes for entry in recipe.evals for seed in SEEDS]
     distinct: dict[str, tuple[EvalConfig, int]] = {}
     for whole, seed in found:
         change = {"lengths": [min(whole.lengths)]} if hasattr(whole, "lengths") else {}
         if isinstance(whole, NiahEval):
-            change = {"lengths": [NEEDLE_LENGTH], "wordings": expand_wordings(["all"]), "samples": NEEDLES}
+            change = {"lengths": [NEEDLE_LENGTH], "wordings": expand_wordings(["all", "heldout-2"]), "samples": NEEDLES}
         entry = whole.model_copy(update=change)
         # Short tasks need lm-eval; their texts come from `short_tasks`.
         if entry.suite != "short":

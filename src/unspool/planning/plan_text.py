@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
+from unspool.core.formatting import format_duration
 from unspool.core.sizes import format_count, format_size
 from unspool.models.memory.policy import MemoryPolicy
 from unspool.planning.fit import GIB, Estimate, Machine, set_arguments
@@ -177,9 +178,9 @@ def _policy(chosen: Estimate) -> str:
 
 def _time(hours: float, machine: Machine, price: float | None) -> str:
     count = machine.count
-    spent = (
-        f"{hours * 60:.3g} minutes" if hours < 1 else f"{hours:,.1f} hours" if hours < 96 else f"{hours / 24:,.1f} days"
-    )
+    spent = f"{hours:,.1f} hours" if hours < 96 else f"{hours / 24:,.1f} days"
+    if hours < 1:
+        spent = format_duration(3600 * hours)
     gpus = f", {hours * count:,.3g} GPU hours" if hours * count < 100 else f", {hours * count:,.0f} GPU hours"
     return (
         spent
