@@ -49,12 +49,14 @@ from unspool.studies.two_level import Interval, arm_interval, difference_interva
 def scores(settings: Mapping[str, Any]) -> Output:
     """Arms by measures. Settings: data, columns (label: measure), rows (label: arm or runs), where, transpose.
 
-    A column may select questions of its own: {measure: niah/32K, where: {needle_wording: ship}}.
+    A column may select questions of its own: {measure: niah/32K, where: {needle_wording: ship}}. `each: ruler/32K` is a
+    column per task.
     """
     data, rows = settings["data"], labeled(settings, "rows")
+    columns = _columns(settings, [select(data, names, settings.get("where")) for names in rows.values()])
     lines, counts = {label: [label] for label in rows}, []
     seeds = dict.fromkeys(rows, 0)
-    for given in labeled(settings, "columns").values():
+    for given in columns.values():
         column = given if isinstance(given, dict) else {"measure": given}
         where = settings.get("where", {}) | column.get("where", {})
         arms = {label: select(data, names, where) for label, names in rows.items()}
@@ -66,11 +68,21 @@ def scores(settings: Mapping[str, Any]) -> Output:
             counts += [] if found is None else [found.questions // found.seeds]
     for label, line in lines.items():
         line[0] += f", {seeds[label]} seeds" if seeds[label] > 1 else ""
-    table = [[settings.get("head", "arm"), *labeled(settings, "columns")], *lines.values()]
+    table = [[settings.get("head", "arm"), *columns], *lines.values()]
     if settings.get("transpose"):
         table = [list(column) for column in zip(*table, strict=True)]
     note = f"{show_counts('n =', counts)} questions or windows per cell and seed."
     return Output(text="\n".join([*markdown_lines(table[0], table[1:]), "", note]))
+
+
+def _columns(settings: Mapping[str, Any], arms: Sequence[BySeed]) -> dict[str, Any]:
+    columns = labeled(settings, "columns")
+    each = columns.pop("each", None)
+    if each is not None:
+        suite, length = each.split("/")
+        names = [str(part.task) for _, part in measure_of(each, arms).parts]
+        columns |= {f"`{name}`": f"{suite}/{name}/{length}" for name in names}
+    return columns
 
 
 def tasks(settings: Mapping[str, Any]) -> Output:
