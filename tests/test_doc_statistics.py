@@ -20,7 +20,7 @@ from scipy import stats
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs" / "results"
-STUDY, BUNDLED, EVALS = "smollm2-32k/study", "smollm2-32k", "smollm2-evals"
+STUDY, EVALS = "smollm2-32k/study", "smollm2-evals"
 K = 1024
 LENGTHS = (2 * K, 4 * K, 8 * K, 16 * K, 32 * K)
 SPANS = {"0–1K": (0, K), "1K–2K": (K, 2 * K), "2K–4K": (2 * K, 4 * K), "4K–8K": (4 * K, 8 * K)}
@@ -37,10 +37,6 @@ def samples(path: str) -> list[dict[str, Any]]:
 
 def study(run: str) -> str:
     return f"{STUDY}/{run}/samples.jsonl.gz"
-
-
-def bundled(arm: str) -> str:
-    return f"{BUNDLED}/{arm}/samples.jsonl"
 
 
 def needles(path: str, *lengths: int) -> ByPrompt:
@@ -208,30 +204,6 @@ def test_what_the_study_says_of_two_seeds_and_of_single_lengths() -> None:
 def test_readmes_earlier_study() -> None:
     abf, utk, cip2 = (percent(list(needles(study(f"{arm}-s0"), 32 * K).values())) for arm in ("abf", "utk", "cip2"))
     assert f"ABF finds {abf}, UtK {utk} and CIP-2 {cip2}" in page("README.md")
-
-
-def test_the_bundled_recipes_needles_and_losses() -> None:
-    for length in LENGTHS:
-        cells = [percent(list(needles(bundled(arm), length).values())) for arm in ("base", "abf", "utk")]
-        assert rows(PAGE, f"needle at {length // K}K") == ([cells] if length >= 8 * K else [])
-    by_position = {row.pop("position"): list(row.values()) for row in table(f"{BUNDLED}/losses.csv")}
-    for name, span in list(SPANS.items())[1:]:
-        windows = [list(losses(bundled(arm), span).values()) for arm in ("base", "abf", "utk", "abf-15m")]
-        cells = [f"{np.mean(one):.2f} ±{half_width(one):.2f}" for one in windows]
-        assert by_position[name.replace("–", "-")] == cells
-        assert rows(PAGE, f"loss {name}") == ([cells[:3]] if name == "16K–32K" else [])
-    at_32k = paired(needles(bundled("abf"), 32 * K), needles(bundled("utk"), 32 * K))
-    assert f"and misses none that `abf` finds (exact sign test: p = {sign_test(at_32k):.3f})" in PAGE
-    for name, text in (("16K–32K", "lower by {} at 16K–32K"), ("1K–2K", "by {} at 1K–2K")):
-        difference = paired(losses(bundled("utk"), SPANS[name]), losses(bundled("abf"), SPANS[name]))
-        assert text.format(f"{difference.mean():.3f} ±{half_width(difference):.3f}") in PAGE
-
-
-def test_the_bundled_recipe_with_more_tokens() -> None:
-    path = bundled("abf-15m")
-    windows, found = list(losses(path, SPANS["16K–32K"]).values()), list(needles(path, 32 * K).values())
-    assert f"a loss of {np.mean(windows):.2f} ±{half_width(windows):.2f} at 16K–32K" in PAGE
-    assert f"finds {percent(found)} at 32K (n = {len(found)}" in PAGE
 
 
 def test_needles_on_one_gpu() -> None:

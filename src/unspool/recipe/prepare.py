@@ -23,7 +23,7 @@ from unspool.recipe.packed_dataset import embedder
 from unspool.synthesis.config import LocalGenerator, ServerGenerator
 
 Counts = dict[str, dict[str, Any]]
-REPLIES = "replies/synth.jsonl"  # of generators, in a run's folder
+REPLIES = "replies/synth.jsonl"  # of generators, in a run's folder; written by synthesis.py, which loads torch
 
 
 def open_data_run(loaded: LoadedRecipe) -> RunContext:

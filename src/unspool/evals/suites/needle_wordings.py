@@ -60,7 +60,7 @@ WORDINGS: dict[str, NeedleWording] = {
         " On the harbor list, the mark of the ship {key} is",
         set="heldout",
     ),
-    # SmolLM2-135M answers these three at short lengths, and hardly those above.
+    # SmolLM2-135M answers these three at short lengths, unlike those of the first held-out set.
     "patent": NeedleWording(
         "The patent that {key} was granted has the {kind} {value}.",
         "Which {kind} has the patent that {key} was granted?",
