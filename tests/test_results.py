@@ -20,6 +20,7 @@ assert spec is not None and spec.loader is not None
 results = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(results)
 
+Run = importlib.import_module("unspool.studies.raw_results").Run
 K = 1024
 ARMS = ("abf", "utk-80", "cip-2")
 PAGES = [path for path in (results.README, *sorted(RESULTS.glob("*.md"))) if results.BLOCK.search(path.read_text())]
@@ -280,6 +281,22 @@ def test_a_figure_has_a_point_for_each_arm_and_place(made_up):
         assert path.name == "x.svg" and drawn.text == "![T](../images/x.svg)"
         assert ticks <= {"".join(one.itertext()) for one in root.iter("{http://www.w3.org/2000/svg}text")}
         assert content.count('class="hit"') == 2 * len(lengths)
+
+
+def test_every_task_of_a_suite_is_in_one_table(monkeypatch):
+    answers = [
+        {"suite": "ruler", "task": task, "length": length, "hash": f"{task}{length}{at}", "score": float(at < right)}
+        for task, length, right in (("vt", 4 * K, 9), ("vt", 8 * K, 1), ("cwe", 4 * K, 5))
+        for at in range(10)
+    ]
+    monkeypatch.setattr("result_data.runs_of", lambda data: [Run(arm="one", seed=3, samples=answers, folder=RESULTS)])
+    block = results.BLOCKS["by_task"]({"data": "tasks", "suite": "ruler", "lengths": ["4K", "8K"], "rows": ["one"]})
+    assert block.text.splitlines()[2:4] == ["| `cwe` | 50/– |", "| `vt` | 90/10 |"]
+    found = stats.binomtest(9, 10).proportion_ci(0.95, "wilson")
+    farthest = max(0.9 - found.low, stats.binomtest(5, 10).proportion_ci(0.95, "wilson").high - 0.5)
+    assert block.text.endswith(
+        f"n = 10 questions per cell and seed; 95% intervals reach at most {100 * farthest:.0f} points from the value."
+    )
 
 
 def test_an_effective_length_is_the_longest_that_keeps_the_score():

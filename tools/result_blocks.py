@@ -42,7 +42,7 @@ from unspool.studies.arm_scores import Measure, contributions_of
 from unspool.studies.claims import Finding, judge, read_claims
 from unspool.studies.metric_agreement import rank_agreement
 from unspool.studies.raw_results import FACTS, Run
-from unspool.studies.raw_scores import OLD_NAMES
+from unspool.studies.raw_scores import OLD_NAMES, find_measure
 from unspool.studies.two_level import Interval, arm_interval, difference_interval
 
 
@@ -99,6 +99,40 @@ def tasks(settings: Mapping[str, Any]) -> Output:
         lines.append([label, *cells])
     table = markdown_lines([settings.get("head", "task"), *settings["lengths"]], lines)
     return Output(text="\n".join([*table, "", f"{show_counts('n =', counts)} questions per cell and seed."]))
+
+
+def by_task(settings: Mapping[str, Any]) -> Output:
+    """Every task of a suite by arm, all lengths in one cell. Settings: data, suite, lengths, rows, where.
+
+    A task or length that an arm was not asked is missing. The note has n and the largest distance of a value from an
+    end of its interval.
+    """
+    arms = {
+        label: select(settings["data"], names, settings.get("where"))
+        for label, names in labeled(settings, "rows").items()
+    }
+    found = [measure_of(f"{settings['suite']}/{length}", list(arms.values())) for length in settings["lengths"]]
+    names = sorted({str(part.task) for measure in found for _, part in measure.parts})
+    lines, counts, distances = [], [], [0.0]
+    for name in names:
+        line = [f"`{name}`"]
+        for by_seed in arms.values():
+            values = []
+            for length in settings["lengths"]:
+                one = _interval_of(by_seed, f"{settings['suite']}/{name}/{length}")
+                values.append(MISSING if one is None else f"{round(100 * one.value, 9):.0f}")
+                counts += [] if one is None else [one.questions // one.seeds]
+                distances += [] if one is None else [abs((end or 0.0) - one.value) for end in (one.low, one.high)]
+            line.append("/".join(values))
+        lines.append(line)
+    note = f"Percent at {'/'.join(settings['lengths'])}. {show_counts('n =', counts)} questions per cell and seed; 95% "
+    note += f"intervals reach at most {100 * max(distances):.0f} points from the value."
+    return Output(text="\n".join([*markdown_lines(["task", *arms], lines), "", note]))
+
+
+def _interval_of(by_seed: BySeed, name: str) -> Interval | None:
+    measure = find_measure(name, {part for answers in by_seed.values() for part in answers})
+    return None if measure is None else arm_interval(by_seed, measure)
 
 
 def effective(settings: Mapping[str, Any]) -> Output:
@@ -341,6 +375,7 @@ def _seconds(run: Run) -> float | None:
 BLOCKS: dict[str, Callable[[Mapping[str, Any]], Output]] = {
     "scores": scores,
     "tasks": tasks,
+    "by_task": by_task,
     "effective": effective,
     "short": short,
     "differences": differences,
