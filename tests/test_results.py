@@ -252,11 +252,18 @@ def test_differences_are_against_the_baseline_or_the_row_s_own(made_up):
         made("differences", data=made_up, baseline="plain", over="seeds", columns=["niah/4K"], rows=["better"])
 
 
+def test_a_difference_without_a_common_question_is_missing(made_up):
+    rows = {"other seed": {"arm": "better-s1", "against": "plain-s0"}}
+    block = results.BLOCKS["differences"]({"data": made_up, "columns": ["niah/4K"], "rows": rows})
+    assert block.text.splitlines()[2:] == ["| other seed | – | – | 0 |", "", "n = 0 pairs of questions or windows."]
+
+
 def test_short_tasks_have_the_wider_of_both_intervals(made_up):
     half = 4.3027 * 0.01 / math.sqrt(3)
     found = made("short", data=made_up, rows=["plain", "plain-s0"], tasks=["piqa"])
     assert found[1] == ["plain, 3 seeds", "51.0% ±5.0", "51.0% ±5.0"] and half < 0.05
     assert found[2] == ["plain-s0", "50.0% ±5.0", "50.0% ±5.0"]
+    assert made("short", data=made_up, rows=["plain-s0"], tasks={"PIQA": "piqa"})[0] == ["arm", "PIQA", "mean"]
 
 
 def test_the_inventory_counts_arms_runs_and_minutes(made_up):

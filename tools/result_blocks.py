@@ -162,12 +162,12 @@ def effective(settings: Mapping[str, Any]) -> Output:
 
 
 def short(settings: Mapping[str, Any]) -> Output:
-    """lm-eval's short tasks by arm. Settings: data, rows (label: arm or runs), tasks.
+    """lm-eval's short tasks by arm. Settings: data, rows (label: arm or runs), tasks (label: task).
 
     Their questions are not kept, so intervals are lm-eval's for one seed. For several seeds, which share the questions,
     Student's t over seeds is used where it is wider.
     """
-    tasks, lines = settings["tasks"], []
+    tasks, lines = labeled(settings, "tasks"), []
     for label, names in labeled(settings, "rows").items():
         cells: dict[str, list[dict[str, Any]]] = {}
         for run in runs_named(settings["data"], names):
@@ -175,13 +175,13 @@ def short(settings: Mapping[str, Any]) -> Output:
                 for cell in sample.get("cells", []):
                     if cell["value"] is not None and cell["low"] is not None:
                         cells.setdefault(cell["task"], []).append(cell)
-        found = [_short(cells.get(task, [])) for task in tasks]
+        found = [_short(cells.get(task, [])) for task in tasks.values()]
         means = [one for one in found if one is not None]
         whole = None
         if len(means) == len(tasks):
             half = math.sqrt(sum(one**2 for _, one in means)) / len(means)
             whole = fmean(value for value, _ in means), half
-        count = max((len(cells.get(task, [])) for task in tasks), default=0)
+        count = max((len(cells.get(task, [])) for task in tasks.values()), default=0)
         shown = [MISSING if one is None else f"{100 * one[0]:.1f}% ±{100 * one[1]:.1f}" for one in [*found, whole]]
         lines.append([label + (f", {count} seeds" if count > 1 else ""), *shown])
     return Output(text="\n".join(markdown_lines([settings.get("head", "arm"), *tasks, "mean"], lines)))

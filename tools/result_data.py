@@ -113,4 +113,6 @@ def seeds_of(found: Sequence[Interval | None]) -> int:
 
 
 def show_counts(name: str, counts: Sequence[int]) -> str:
+    if not counts:
+        return f"{name} 0"
     return f"{name} {min(counts)}" if min(counts) == max(counts) else f"{name} {min(counts)} to {max(counts)}"
