@@ -271,6 +271,18 @@ def test_the_inventory_counts_arms_runs_and_minutes(made_up):
     assert row[:4] == [f"`{made_up}`", "2", "6", "niah, perplexity and short"] and row[6] == "10"
 
 
+def test_seeds_are_columns_and_a_set_of_wordings_has_a_name(made_up):
+    found = made("by_seed", data=made_up, measure="niah/4K", rows={"plain": "plain-s1", "better": "better"})
+    assert found[0] == ["arm", "seed 0", "seed 1", "seed 2"]
+    assert [cell.split()[0] for cell in found[1][1:]] == ["–", "20%", "–"]
+    assert [cell.split()[0] for cell in found[2][1:]] == ["80%"] * 3
+    settings = {"data": made_up, "columns": ["niah/4K"], "rows": ["plain-s0"]}
+    development = results.BLOCKS["scores"](settings | {"where": {"needle_wording": "development"}})
+    assert "n = 20 questions" in development.text, "of 40, 20 are in the wording magic"
+    with pytest.raises(results.ConfigError, match="where: wording 'heldot' is not known"):
+        results.BLOCKS["scores"](settings | {"where": {"needle_wording": "heldot"}})
+
+
 def test_a_row_is_one_arm(made_up):
     with pytest.raises(results.ConfigError, match="has several runs with one seed; a row is one arm"):
         made("scores", data=made_up, columns=["niah/4K"], rows={"both": ["plain", "better"]})

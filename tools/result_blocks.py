@@ -85,6 +85,23 @@ def _columns(settings: Mapping[str, Any], arms: Sequence[BySeed]) -> dict[str, A
     return columns
 
 
+def by_seed(settings: Mapping[str, Any]) -> Output:
+    """One measure by arm and training seed. Settings: data, measure, rows (label: arm), where."""
+    arms = {
+        label: select(settings["data"], names, settings.get("where"))
+        for label, names in labeled(settings, "rows").items()
+    }
+    measure = measure_of(settings["measure"], list(arms.values()))
+    seeds = sorted({seed for found in arms.values() for seed in found})
+    lines, counts = [], []
+    for label, found in arms.items():
+        cells = [arm_interval({seed: found[seed]}, measure) if seed in found else None for seed in seeds]
+        lines.append([label, *(show(one, measure) for one in cells)])
+        counts += [one.questions for one in cells if one is not None]
+    table = markdown_lines([settings.get("head", "arm"), *(f"seed {seed}" for seed in seeds)], lines)
+    return Output(text="\n".join([*table, "", f"{show_counts('n =', counts)} questions or windows per cell."]))
+
+
 def tasks(settings: Mapping[str, Any]) -> Output:
     """Measures by length, of one arm. Settings: data, arm, rows (label: `ruler/vt/*`), lengths, where."""
     by_seed = select(settings["data"], settings["arm"], settings.get("where"))
@@ -328,9 +345,12 @@ def agreement(settings: Mapping[str, Any]) -> Output:
 
 
 def coverage(settings: Mapping[str, Any]) -> Output:
-    """How often intervals contain the truth, from the file that tools/interval_coverage.py writes. Settings: file."""
+    """How often intervals contain the truth, from the file that tools/interval_coverage.py writes.
+
+    Settings: file, seeds (rows with this number of seeds only).
+    """
     with (RESULTS / settings["file"]).open(encoding="utf-8", newline="") as file:
-        found = list(csv.DictReader(file))
+        found = [row for row in csv.DictReader(file) if row["seeds"] == str(settings.get("seeds", row["seeds"]))]
     methods = {"questions": "over questions", "bootstrap": "hierarchical bootstrap", "t": "t over seeds"}
     methods |= {"two-level": "two-level"}
     rows = [
@@ -374,6 +394,7 @@ def _seconds(run: Run) -> float | None:
 
 BLOCKS: dict[str, Callable[[Mapping[str, Any]], Output]] = {
     "scores": scores,
+    "by_seed": by_seed,
     "tasks": tasks,
     "by_task": by_task,
     "effective": effective,
