@@ -177,6 +177,23 @@ def test_the_state_shows_progress_and_no_score(tmp_path):
     assert "%" not in run_states.describe(tmp_path, facts)
 
 
+def test_a_later_stage_trains_after_the_scores_of_an_earlier_one(tmp_path):
+    phases = []
+    for path in (
+        "scores/base.work/a",
+        "stages/32k.work/metrics.jsonl",
+        "scores/32k.work/a",
+        "stages/128k.work/metrics.jsonl",
+    ):
+        (tmp_path / path).parent.mkdir(parents=True)
+        (tmp_path / path).write_text("{}")
+        phases.append(run_states.phase_of(tmp_path))
+        done = (tmp_path / path).parent
+        done.rename(done.with_suffix(""))
+    assert phases == ["scoring", "training", "scoring", "training"]
+    assert run_states.phase_of(tmp_path) == "scoring"
+
+
 def exited(status: int) -> subprocess.CompletedProcess[bytes]:
     return subprocess.CompletedProcess([], status)
 
