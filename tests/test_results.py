@@ -20,6 +20,7 @@ assert spec is not None and spec.loader is not None
 results = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(results)
 
+Run = importlib.import_module("unspool.studies.raw_results").Run
 K = 1024
 ARMS = ("abf", "utk-80", "cip-2")
 PAGES = [path for path in (results.README, *sorted(RESULTS.glob("*.md"))) if results.BLOCK.search(path.read_text())]
@@ -251,16 +252,35 @@ def test_differences_are_against_the_baseline_or_the_row_s_own(made_up):
         made("differences", data=made_up, baseline="plain", over="seeds", columns=["niah/4K"], rows=["better"])
 
 
+def test_a_difference_without_a_common_question_is_missing(made_up):
+    rows = {"other seed": {"arm": "better-s1", "against": "plain-s0"}}
+    block = results.BLOCKS["differences"]({"data": made_up, "columns": ["niah/4K"], "rows": rows})
+    assert block.text.splitlines()[2:] == ["| other seed | – | – | 0 |", "", "n = 0 pairs of questions or windows."]
+
+
 def test_short_tasks_have_the_wider_of_both_intervals(made_up):
     half = 4.3027 * 0.01 / math.sqrt(3)
     found = made("short", data=made_up, rows=["plain", "plain-s0"], tasks=["piqa"])
     assert found[1] == ["plain, 3 seeds", "51.0% ±5.0", "51.0% ±5.0"] and half < 0.05
     assert found[2] == ["plain-s0", "50.0% ±5.0", "50.0% ±5.0"]
+    assert made("short", data=made_up, rows=["plain-s0"], tasks={"PIQA": "piqa"})[0] == ["arm", "PIQA", "mean"]
 
 
 def test_the_inventory_counts_arms_runs_and_minutes(made_up):
     (_, row) = made("inventory", data=[made_up])
     assert row[:4] == [f"`{made_up}`", "2", "6", "niah, perplexity and short"] and row[6] == "10"
+
+
+def test_seeds_are_columns_and_a_set_of_wordings_has_a_name(made_up):
+    found = made("by_seed", data=made_up, measure="niah/4K", rows={"plain": "plain-s1", "better": "better"})
+    assert found[0] == ["arm", "seed 0", "seed 1", "seed 2"]
+    assert [cell.split()[0] for cell in found[1][1:]] == ["–", "20%", "–"]
+    assert [cell.split()[0] for cell in found[2][1:]] == ["80%"] * 3
+    settings = {"data": made_up, "columns": ["niah/4K"], "rows": ["plain-s0"]}
+    development = results.BLOCKS["scores"](settings | {"where": {"needle_wording": "development"}})
+    assert "n = 20 questions" in development.text, "of 40, 20 are in the wording magic"
+    with pytest.raises(results.ConfigError, match="where: wording 'heldot' is not known"):
+        results.BLOCKS["scores"](settings | {"where": {"needle_wording": "heldot"}})
 
 
 def test_a_row_is_one_arm(made_up):
@@ -280,6 +300,22 @@ def test_a_figure_has_a_point_for_each_arm_and_place(made_up):
         assert path.name == "x.svg" and drawn.text == "![T](../images/x.svg)"
         assert ticks <= {"".join(one.itertext()) for one in root.iter("{http://www.w3.org/2000/svg}text")}
         assert content.count('class="hit"') == 2 * len(lengths)
+
+
+def test_every_task_of_a_suite_is_in_one_table(monkeypatch):
+    answers = [
+        {"suite": "ruler", "task": task, "length": length, "hash": f"{task}{length}{at}", "score": float(at < right)}
+        for task, length, right in (("vt", 4 * K, 9), ("vt", 8 * K, 1), ("cwe", 4 * K, 5))
+        for at in range(10)
+    ]
+    monkeypatch.setattr("result_data.runs_of", lambda data: [Run(arm="one", seed=3, samples=answers, folder=RESULTS)])
+    block = results.BLOCKS["by_task"]({"data": "tasks", "suite": "ruler", "lengths": ["4K", "8K"], "rows": ["one"]})
+    assert block.text.splitlines()[2:4] == ["| `cwe` | 50/– |", "| `vt` | 90/10 |"]
+    found = stats.binomtest(9, 10).proportion_ci(0.95, "wilson")
+    farthest = max(0.9 - found.low, stats.binomtest(5, 10).proportion_ci(0.95, "wilson").high - 0.5)
+    assert block.text.endswith(
+        f"n = 10 questions per cell and seed; 95% intervals reach at most {100 * farthest:.0f} points from the value."
+    )
 
 
 def test_an_effective_length_is_the_longest_that_keeps_the_score():

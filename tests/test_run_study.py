@@ -1,5 +1,6 @@
 """tools/run_study.py: order, limits, clean stops, failures, and results in small files. Runs are small scripts here."""
 
+import argparse
 import json
 import os
 import signal
@@ -176,6 +177,23 @@ def test_the_state_shows_progress_and_no_score(tmp_path):
     assert "%" not in run_states.describe(tmp_path, facts)
 
 
+def test_a_later_stage_trains_after_the_scores_of_an_earlier_one(tmp_path):
+    phases = []
+    for path in (
+        "scores/base.work/a",
+        "stages/32k.work/metrics.jsonl",
+        "scores/32k.work/a",
+        "stages/128k.work/metrics.jsonl",
+    ):
+        (tmp_path / path).parent.mkdir(parents=True)
+        (tmp_path / path).write_text("{}")
+        phases.append(run_states.phase_of(tmp_path))
+        done = (tmp_path / path).parent
+        done.rename(done.with_suffix(""))
+    assert phases == ["scoring", "training", "scoring", "training"]
+    assert run_states.phase_of(tmp_path) == "scoring"
+
+
 def exited(status: int) -> subprocess.CompletedProcess[bytes]:
     return subprocess.CompletedProcess([], status)
 
@@ -183,6 +201,7 @@ def exited(status: int) -> subprocess.CompletedProcess[bytes]:
 def test_longppl_scores_the_arms_with_key_tokens_of_the_first_one(tmp_path, monkeypatch):
     for folder in ("abf-s1/stages/train/model", "merged-s1/model", "base"):
         (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "abf-s1" / "recipe.yaml").write_text("stages: [{name: train}]")
     ran = []
     monkeypatch.setattr(run_study.subprocess, "run", lambda command, check: ran.append(command[3:]) or exited(0))
     given = [
@@ -206,6 +225,21 @@ def test_longppl_scores_the_arms_with_key_tokens_of_the_first_one(tmp_path, monk
     key = f"key_tokens={tmp_path}/longppl/abf-s1"
     assert [key in command for command in ran] == [False, True, True]
     assert [Path(command[-1]).name for command in ran] == ["abf-s1", "merged-s1", "base-s1"]
+
+
+def test_a_run_is_scored_after_its_last_stage_or_a_named_one(tmp_path):
+    for folder in ("long-4.5-s0/stages/128k/model", "long-4.5-s0/stages/sft/model"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "long-4.5-s0" / "recipe.yaml").write_text("stages: [{name: 128k}, {name: sft}]")
+    given = {"out": tmp_path, "seed": 0, "model": None}
+    found = run_study.find_models(argparse.Namespace(arms=["long-4.5.128k", "long-4.5"], **given))
+    assert {name: path.relative_to(tmp_path).as_posix() for name, path in found.items()} == {
+        "long-4.5.128k-s0": "long-4.5-s0/stages/128k/model",
+        "long-4.5-s0": "long-4.5-s0/stages/sft/model",
+    }
+    for missing in ("long-4.5.32k", "long-4", "long"):
+        with pytest.raises(ConfigError, match=f"{missing}-s0: no trained model"):
+            run_study.find_models(argparse.Namespace(arms=[missing], **given))
 
 
 def test_arms_are_scored_beside_active_runs_but_not_twice_at_once(tmp_path, monkeypatch):

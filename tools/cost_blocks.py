@@ -164,7 +164,12 @@ def projection(settings: Mapping[str, Any]) -> Output:
 
 
 def published_speed(settings: Mapping[str, Any]) -> Output:
-    """Published speeds of 8B models, with the utilization that they mean by our convention. No settings."""
+    """Published speeds of 8B models, with the utilization that they mean by our convention.
+
+    Settings: lengths (default: all).
+    """
+    wanted = settings.get("lengths")
+    found = [one for one in published() if wanted is None or format_size(one.point.tokens) in wanted]
     rows = [
         [
             format_size(one.point.tokens),
@@ -173,7 +178,7 @@ def published_speed(settings: Mapping[str, Any]) -> Output:
             f"{one.point.tokens_per_second:,.0f}",
             f"{one.point.mfu:.0%}",
         ]
-        for one in sorted(published(), key=lambda one: (one.point.tokens, -one.point.tokens_per_second))
+        for one in sorted(found, key=lambda one: (one.point.tokens, -one.point.tokens_per_second))
     ]
     head = ["length", "system", "GPUs", "tokens/s per GPU", "MFU"]
     return Output(text="\n".join(markdown_lines(head, rows)))

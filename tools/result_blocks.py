@@ -42,7 +42,7 @@ from unspool.studies.arm_scores import Measure, contributions_of
 from unspool.studies.claims import Finding, judge, read_claims
 from unspool.studies.metric_agreement import rank_agreement
 from unspool.studies.raw_results import FACTS, Run
-from unspool.studies.raw_scores import OLD_NAMES
+from unspool.studies.raw_scores import OLD_NAMES, find_measure
 from unspool.studies.two_level import Interval, arm_interval, difference_interval
 
 
@@ -85,6 +85,23 @@ def _columns(settings: Mapping[str, Any], arms: Sequence[BySeed]) -> dict[str, A
     return columns
 
 
+def by_seed(settings: Mapping[str, Any]) -> Output:
+    """One measure by arm and training seed. Settings: data, measure, rows (label: arm), where."""
+    arms = {
+        label: select(settings["data"], names, settings.get("where"))
+        for label, names in labeled(settings, "rows").items()
+    }
+    measure = measure_of(settings["measure"], list(arms.values()))
+    seeds = sorted({seed for found in arms.values() for seed in found})
+    lines, counts = [], []
+    for label, found in arms.items():
+        cells = [arm_interval({seed: found[seed]}, measure) if seed in found else None for seed in seeds]
+        lines.append([label, *(show(one, measure) for one in cells)])
+        counts += [one.questions for one in cells if one is not None]
+    table = markdown_lines([settings.get("head", "arm"), *(f"seed {seed}" for seed in seeds)], lines)
+    return Output(text="\n".join([*table, "", f"{show_counts('n =', counts)} questions or windows per cell."]))
+
+
 def tasks(settings: Mapping[str, Any]) -> Output:
     """Measures by length, of one arm. Settings: data, arm, rows (label: `ruler/vt/*`), lengths, where."""
     by_seed = select(settings["data"], settings["arm"], settings.get("where"))
@@ -99,6 +116,40 @@ def tasks(settings: Mapping[str, Any]) -> Output:
         lines.append([label, *cells])
     table = markdown_lines([settings.get("head", "task"), *settings["lengths"]], lines)
     return Output(text="\n".join([*table, "", f"{show_counts('n =', counts)} questions per cell and seed."]))
+
+
+def by_task(settings: Mapping[str, Any]) -> Output:
+    """Every task of a suite by arm, all lengths in one cell. Settings: data, suite, lengths, rows, where.
+
+    A task or length that an arm was not asked is missing. The note has n and the largest distance of a value from an
+    end of its interval.
+    """
+    arms = {
+        label: select(settings["data"], names, settings.get("where"))
+        for label, names in labeled(settings, "rows").items()
+    }
+    found = [measure_of(f"{settings['suite']}/{length}", list(arms.values())) for length in settings["lengths"]]
+    names = sorted({str(part.task) for measure in found for _, part in measure.parts})
+    lines, counts, distances = [], [], [0.0]
+    for name in names:
+        line = [f"`{name}`"]
+        for by_seed in arms.values():
+            values = []
+            for length in settings["lengths"]:
+                one = _interval_of(by_seed, f"{settings['suite']}/{name}/{length}")
+                values.append(MISSING if one is None else f"{round(100 * one.value, 9):.0f}")
+                counts += [] if one is None else [one.questions // one.seeds]
+                distances += [] if one is None else [abs((end or 0.0) - one.value) for end in (one.low, one.high)]
+            line.append("/".join(values))
+        lines.append(line)
+    note = f"Percent at {'/'.join(settings['lengths'])}. {show_counts('n =', counts)} questions per cell and seed; 95% "
+    note += f"intervals reach at most {100 * max(distances):.0f} points from the value."
+    return Output(text="\n".join([*markdown_lines(["task", *arms], lines), "", note]))
+
+
+def _interval_of(by_seed: BySeed, name: str) -> Interval | None:
+    measure = find_measure(name, {part for answers in by_seed.values() for part in answers})
+    return None if measure is None else arm_interval(by_seed, measure)
 
 
 def effective(settings: Mapping[str, Any]) -> Output:
@@ -128,12 +179,12 @@ def effective(settings: Mapping[str, Any]) -> Output:
 
 
 def short(settings: Mapping[str, Any]) -> Output:
-    """lm-eval's short tasks by arm. Settings: data, rows (label: arm or runs), tasks.
+    """lm-eval's short tasks by arm. Settings: data, rows (label: arm or runs), tasks (label: task).
 
     Their questions are not kept, so intervals are lm-eval's for one seed. For several seeds, which share the questions,
     Student's t over seeds is used where it is wider.
     """
-    tasks, lines = settings["tasks"], []
+    tasks, lines = labeled(settings, "tasks"), []
     for label, names in labeled(settings, "rows").items():
         cells: dict[str, list[dict[str, Any]]] = {}
         for run in runs_named(settings["data"], names):
@@ -141,13 +192,13 @@ def short(settings: Mapping[str, Any]) -> Output:
                 for cell in sample.get("cells", []):
                     if cell["value"] is not None and cell["low"] is not None:
                         cells.setdefault(cell["task"], []).append(cell)
-        found = [_short(cells.get(task, [])) for task in tasks]
+        found = [_short(cells.get(task, [])) for task in tasks.values()]
         means = [one for one in found if one is not None]
         whole = None
         if len(means) == len(tasks):
             half = math.sqrt(sum(one**2 for _, one in means)) / len(means)
             whole = fmean(value for value, _ in means), half
-        count = max((len(cells.get(task, [])) for task in tasks), default=0)
+        count = max((len(cells.get(task, [])) for task in tasks.values()), default=0)
         shown = [MISSING if one is None else f"{100 * one[0]:.1f}% ±{100 * one[1]:.1f}" for one in [*found, whole]]
         lines.append([label + (f", {count} seeds" if count > 1 else ""), *shown])
     return Output(text="\n".join(markdown_lines([settings.get("head", "arm"), *tasks, "mean"], lines)))
@@ -294,9 +345,12 @@ def agreement(settings: Mapping[str, Any]) -> Output:
 
 
 def coverage(settings: Mapping[str, Any]) -> Output:
-    """How often intervals contain the truth, from the file that tools/interval_coverage.py writes. Settings: file."""
+    """How often intervals contain the truth, from the file that tools/interval_coverage.py writes.
+
+    Settings: file, seeds (rows with this number of seeds only).
+    """
     with (RESULTS / settings["file"]).open(encoding="utf-8", newline="") as file:
-        found = list(csv.DictReader(file))
+        found = [row for row in csv.DictReader(file) if row["seeds"] == str(settings.get("seeds", row["seeds"]))]
     methods = {"questions": "over questions", "bootstrap": "hierarchical bootstrap", "t": "t over seeds"}
     methods |= {"two-level": "two-level"}
     rows = [
@@ -340,7 +394,9 @@ def _seconds(run: Run) -> float | None:
 
 BLOCKS: dict[str, Callable[[Mapping[str, Any]], Output]] = {
     "scores": scores,
+    "by_seed": by_seed,
     "tasks": tasks,
+    "by_task": by_task,
     "effective": effective,
     "short": short,
     "differences": differences,

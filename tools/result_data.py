@@ -9,6 +9,7 @@ from typing import Any
 
 from unspool.core.errors import ConfigError
 from unspool.core.formatting import MISSING, format_signed
+from unspool.evals.suites.needle_wordings import expand_wordings
 from unspool.studies.arm_scores import Answers, Measure
 from unspool.studies.raw_results import Run, read_runs
 from unspool.studies.raw_scores import find_measure, select_answers
@@ -48,10 +49,16 @@ def runs_named(data: str, names: str | Sequence[str]) -> list[Run]:
 def select(data: str, row: str | Sequence[str] | Mapping[str, Any], where: Mapping[str, Any] | None = None) -> BySeed:
     """Return the answers of an arm (all its seeds) or of single runs, by seed; `where` selects questions.
 
-    A row of another folder is {data: FOLDER, arm: …}.
+    A row of another folder is {data: FOLDER, arm: …}. `needle_wording: development` selects all wordings of a set.
     """
+    where = dict(where or {})
+    if isinstance(where.get("needle_wording"), str):
+        try:
+            where["needle_wording"] = expand_wordings([where["needle_wording"]])
+        except ValueError as error:
+            raise ConfigError(f"where: {error}") from None
     data, names = (row["data"], row["arm"]) if isinstance(row, Mapping) else (data, row)
-    return {run.seed: answers_of_run(data, run.name, repr(where or {})) for run in runs_named(data, names)}
+    return {run.seed: answers_of_run(data, run.name, repr(where)) for run in runs_named(data, names)}
 
 
 @cache
@@ -113,4 +120,6 @@ def seeds_of(found: Sequence[Interval | None]) -> int:
 
 
 def show_counts(name: str, counts: Sequence[int]) -> str:
+    if not counts:
+        return f"{name} 0"
     return f"{name} {min(counts)}" if min(counts) == max(counts) else f"{name} {min(counts)} to {max(counts)}"

@@ -18,7 +18,11 @@ ACTIVE = (STARTING, TRAINING, SCORING)
 
 def phase_of(folder: Path) -> str:
     logs = [path for path in folder.glob("stages/*/metrics.jsonl") if path.stat().st_size]
-    scores = {path.name.removesuffix(".work") for path in folder.glob("scores/*")}
+    found = {path.name for path in folder.glob("scores/*")}
+    active = {name for name in found if name.endswith(".work")}
+    if not active and any(path.parent.name.endswith(".work") for path in logs):
+        return TRAINING  # a later stage, after the scores of an earlier one
+    scores = {name.removesuffix(".work") for name in found}
     # The base model is scored before the first stage.
     if scores - {"base"} or (scores and not logs):
         return SCORING

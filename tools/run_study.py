@@ -6,6 +6,7 @@
     python tools/run_study.py pack out results           what the runs have found, as a few small files
     python tools/run_study.py longppl out --data data --seed 0 abf utk-80 cip-2
     python tools/run_study.py short out --data eval --model MODEL --seed 0 base abf utk-80 cip-2
+    python tools/run_study.py short out --data eval --model MODEL base prolong-small.128k prolong-small
 
 A run trains, then it is scored. When one ends, the next starts. At most `--at-once` runs are active, of them at most
 `--training` before their scores: while one run starts, compiles or builds prompts, the others use the GPU. At the limit
@@ -25,6 +26,8 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from mps import find_control, mps
 from run_states import (
@@ -46,6 +49,7 @@ from unspool.core.errors import ConfigError, UnspoolError
 from unspool.core.lock import LOCK
 from unspool.recipe.paths import bundled_studies
 from unspool.studies.load import load_study
+from unspool.studies.raw_results import RECIPE
 
 SHORT_TASKS = Path(__file__).resolve().parents[1] / "docs" / "results" / "plan" / "short_tasks"
 STATE = "runs.json"
@@ -318,14 +322,28 @@ def find_models(args: argparse.Namespace) -> dict[str, Path]:
     """Return the models of trained or averaged arms and of `base`, the untouched model, by run."""
     found: dict[str, Path] = {}
     for arm in args.arms:
-        run = args.out.resolve() / f"{arm}-s{args.seed}"
-        model = next((path for path in (run / "stages" / "train" / "model", run / "model") if path.is_dir()), None)
-        if model is None and arm == "base":
-            model = args.model
+        name = f"{arm}-s{args.seed}"
+        model = find_model(args.out.resolve(), arm, args.seed) or (args.model if arm == "base" else None)
         if model is None:
+            run = args.out.resolve() / name
             raise ConfigError(f"{run}: no trained model; run the arm first, or give --model for base.")
-        found[run.name] = model
+        found[name] = model
     return found
+
+
+def find_model(out: Path, arm: str, seed: int) -> Path | None:
+    """Return the model of a run's last stage, or of the earlier stage in ARM.STAGE; None if there is none."""
+    run, stage = out / f"{arm}-s{seed}", ""
+    if not run.is_dir() and "." in arm:
+        arm, _, stage = arm.rpartition(".")
+        run = out / f"{arm}-s{seed}"
+    if not stage and (run / "model").is_dir():
+        return run / "model"  # averaged weights
+    if not stage and (run / RECIPE).is_file():
+        stages = yaml.safe_load((run / RECIPE).read_text(encoding="utf-8")).get("stages")
+        stage = stages[-1]["name"] if stages else ""
+    model = run / "stages" / stage / "model"
+    return model if stage and model.is_dir() else None
 
 
 def score(model: Path, out: Path, options: list[str]) -> None:
@@ -400,7 +418,9 @@ def main() -> int:
     ):
         four = commands.add_parser(name, help=f"score {text}")
         four.add_argument("out", type=Path, help="folder of `start`")
-        four.add_argument("arms", nargs="+", help="trained arms, or base for the untouched model")
+        four.add_argument(
+            "arms", nargs="+", help="trained arms, ARM.STAGE for an earlier stage, or base for the untouched model"
+        )
         four.add_argument("--data", type=Path, required=True, help="folder with heldout.jsonl.zst or the short tasks")
         four.add_argument("--model", type=Path, help="folder of the untouched model")
         four.add_argument("--seed", type=int, default=0)
