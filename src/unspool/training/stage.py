@@ -297,6 +297,7 @@ def _identity(stage: StageConfig, inputs: StageInputs, *, seed: int, device: tor
         "attention_distillation": None,
         "optimizer_state": "keep",
         "loss": UniformLoss(),
+        "schedule": "cosine",
     }
     own = NEUTRAL_SETTINGS | {key for key, default in defaults.items() if getattr(stage, key) == default}
     settings = stage.model_dump(mode="json", exclude=own) | {"activation_checkpointing": "none"}
