@@ -64,12 +64,12 @@ def apply_checkpointing(layers: list[nn.Module], policy: MemoryPolicy, device: t
 
 def reserve_host_memory(model: Any, policy: MemoryPolicy, *, tokens: int) -> None:
     """Start to pin the host memory of a micro-batch of `tokens` tokens; without this the first one waits for it."""
-    element_bytes = 2 if next(model.parameters()).device.type == "cuda" else 4
     widths = LayerWidths.of_config(model.config.to_dict())
-    pools = pool_bytes(policy, widths, tokens, element_bytes=element_bytes)
-    for offloader, num_bytes in zip(_offloaders(model), pools, strict=True):
+    for number, offloader in enumerate(_offloaders(model)):
         if offloader is not None:
-            offloader.reserve(num_bytes)
+            # Not the device of the weights: `parallel.offload` keeps them in host memory.
+            element_bytes = 2 if offloader.device.type == "cuda" else 4
+            offloader.reserve(pool_bytes(policy, widths, tokens, element_bytes=element_bytes)[number])
 
 
 def release_host_memory(model: Any) -> int:
