@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from factory import CPU, build_model, packed_inputs, random_tokens
+from factory import build_model, packed_inputs, random_tokens
 from models.memory_factory import DOC_LENS, LAYERS, Watch, apart, build, forward, kept_bytes, trained
 from unspool.core.errors import ConfigError
 from unspool.models import fuse
@@ -16,7 +16,6 @@ from unspool.models.memory.checkpointing import apply_memory
 from unspool.models.memory.policy import MemoryPolicy
 from unspool.models.rotary import apply_rope
 from unspool.rope.harpe import HARPE
-from unspool.training.parallel.fsdp import build_empty
 
 # The same kernels on the same numbers: the same bits.
 EXACT = {
@@ -405,29 +404,6 @@ def test_a_module_that_looks_at_other_tokens_is_not_tiled():
 
     with pytest.raises(ConfigError, match="mlp_tiles: Mixing does not compute each token separately"):
         apply_memory(model, MemoryPolicy(mlp_tiles=8))
-
-
-def test_a_module_without_weights_is_tested_with_random_ones():
-    model = build_empty(build().config)
-    apply_memory(model, MemoryPolicy(mlp_tiles=8), device=CPU)
-    assert all(parameter.is_meta for parameter in model.parameters())
-
-    model = build_empty(build().config)
-    with torch.device("meta"):
-        model.base_model.layers[1].mlp = Mixing()
-    with pytest.raises(ConfigError, match="mlp_tiles: Mixing does not compute each token separately"):
-        apply_memory(model, MemoryPolicy(mlp_tiles=8), device=CPU)
-
-
-def test_tiles_are_tested_without_compiling_a_fused_module(monkeypatch):
-    model, compiled = build(), []
-    monkeypatch.setattr(fuse.torch, "compile", lambda function: lambda *args: compiled.append(1) or function(*args))
-    fuse.fuse_parts(model)
-    apply_memory(model, MemoryPolicy(mlp_tiles=8))
-    assert not compiled
-
-    trained(model)
-    assert compiled
 
 
 def test_dropout_is_not_tiled():
