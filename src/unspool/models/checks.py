@@ -216,7 +216,7 @@ def with_weights(module: nn.Module, device: torch.device) -> nn.Module:
     copy = deepcopy(module).to_empty(device=device)
     generator = torch.Generator(device).manual_seed(0)
     for tensor in (*copy.parameters(), *copy.buffers()):
-        if tensor.dim() > 1:
+        if tensor.dim() > 1 and tensor.is_floating_point():
             tensor.normal_(std=tensor.shape[-1] ** -0.5, generator=generator)
         else:
             tensor.fill_(1)
