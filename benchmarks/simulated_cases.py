@@ -69,7 +69,7 @@ def _eight(length: int, world: int, **small_layout: int) -> Simulation:
 
 
 def _seventy(world: int, **small_layout: int) -> Simulation:
-    # The trainer compiles full weights only, and those of 70B do not fit one GPU.
+    # When these were measured, the trainer compiled full weights only, and those of 70B do not fit one GPU.
     settings = SETTINGS | {"compile": False}
     return Simulation(shape=LLAMA_70B, length=64 << 10, world=world, settings=settings, small_layout=small_layout)
 

@@ -41,6 +41,7 @@ if TYPE_CHECKING:  # otherwise the modules, which import `__version__` from here
     from unspool.data.strategies.cip import CIP as CIP
     from unspool.data.strategies.nextlong import NExtLong as NExtLong
     from unspool.data.strategies.pose import PoSE as PoSE
+    from unspool.data.strategies.long_context_gain import LongContextGain as LongContextGain
     from unspool.recipe.document_scorer import long_context_gains as long_context_gains
     from unspool.data.strategies.upsample import Upsample as Upsample
 

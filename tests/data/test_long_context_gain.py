@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from unspool.core.artifacts import read_manifest
-from unspool.core.errors import ConfigError, DataError
+from unspool.core.errors import DataError
 from unspool.data import document_scores
 from unspool.data.document_scores import SCORES_FILE, read_scores, score_documents
 from unspool.data.packing.build import build_rows
@@ -279,6 +279,6 @@ def test_no_gain_above_0_leaves_nothing_to_weigh(tmp_path, tokenizer):
 
 def test_rows_without_scores_are_refused(tmp_path, tokenizer):
     write_corpus(tmp_path / "a", [40] * 9, start=1000)
-    with pytest.raises(ConfigError, match=r"the documents of a are not scored.*unspool.long_context_gains"):
+    with pytest.raises(AssertionError, match="dataset out: the caller gives no scores of a"):
         build({"a": tmp_path / "a"}, tokenizer, tmp_path / "out", score=SCORE)
     assert not (tmp_path / "out").exists()

@@ -31,10 +31,14 @@ def loss_eval(**options) -> PerplexityEval:
     return PerplexityEval.model_validate({"suite": "perplexity", **options})
 
 
-@pytest.fixture(scope="module")
-def model():
+def new_model() -> LlamaForCausalLM:
     torch.manual_seed(0)
     return LlamaForCausalLM(LlamaConfig(**SHAPE)).eval()
+
+
+@pytest.fixture(scope="module")
+def model():
+    return new_model()
 
 
 def test_losses_equal_a_plain_computation_with_all_logits(model, monkeypatch):
@@ -93,7 +97,21 @@ def test_the_loss_follows_a_model_that_caps_its_logits():
     assert np.allclose(losses, own.detach().numpy(), atol=1e-5)
 
 
-def test_a_model_that_changes_its_logits_unseen_is_refused_rather_than_misjudged(model, monkeypatch):
+def test_a_window_costs_one_forward_pass_and_each_new_model_two_more_for_the_check_of_its_head():
+    lengths = []
+    for model in (new_model(), new_model()):
+        model.base_model.register_forward_hook(
+            lambda module, args, kwargs, output: lengths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+        )
+        losses = [window_losses(model, np.arange(length, dtype=np.uint32)) for length in (50, 40, 50)]
+        np.testing.assert_array_equal(losses[0], losses[2])
+
+    assert lengths == 2 * [8, 8, 50, 40, 50]
+
+
+def test_a_model_that_changes_its_logits_unseen_is_refused_every_time_also_after_another_model(model, monkeypatch):
+    window_losses(model, np.arange(50, dtype=np.uint32))
+    model = new_model()
     own = model.forward
 
     def hotter(*args, **kwargs):
@@ -103,8 +121,9 @@ def test_a_model_that_changes_its_logits_unseen_is_refused_rather_than_misjudged
 
     monkeypatch.setattr(model, "forward", hotter)
 
-    with pytest.raises(ConfigError, match="changes its logits after the head"):
-        window_losses(model, np.arange(50, dtype=np.uint32))
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="changes its logits after the head"):
+            window_losses(model, np.arange(50, dtype=np.uint32))
 
 
 def test_windows_do_not_overlap_nor_cross_documents(materials):

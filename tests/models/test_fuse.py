@@ -6,10 +6,11 @@ import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 
-from factory import build_model
+from factory import CPU, build_model
 from models.memory_factory import apart, trained
 from unspool.models import fuse
 from unspool.models.generation.greedy import answer
+from unspool.training.parallel.fsdp import build_empty
 
 
 @pytest.fixture
@@ -32,6 +33,29 @@ def test_loss_and_gradient_stay(family, without_inductor):
     assert apart(trained(model), wanted) < 1e-6
     gates = [part for part in fuse.tokenwise_modules(model) if getattr(part.forward, "__name__", "") == "gated"]
     assert len(gates) == model.config.num_hidden_layers, "the MLPs of this family were not recognised"
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "Qwen3", "Gemma2", "Olmo2", "Mistral"])
+def test_a_model_without_weights_is_fused_in_the_same_places(family, without_inductor):
+    """So ranks that read their shards later compute what one rank computes."""
+    model, empty = build_model(family), build_empty(build_model(family).config)
+
+    fuse.fuse_parts(model)
+    fuse.fuse_parts(empty, device=CPU)
+
+    names = [[part.forward.__name__ for part in fuse.tokenwise_modules(one)] for one in (model, empty)]
+    assert names[0] == names[1] and "gated" in names[1]
+    assert all(parameter.is_meta for parameter in empty.parameters())
+    assert not list(reachable_weights(empty)), "a fused function holds the weights that it was tested with"
+
+
+def reachable_weights(model):
+    """Tensors with memory for matrices, in the closures of the functions that replaced `forward`."""
+    for module in fuse.tokenwise_modules(model):
+        for cell in getattr(module.forward, "__closure__", None) or ():
+            inside = cell.cell_contents
+            if isinstance(inside, nn.Module):
+                yield from (weight for weight in inside.parameters() if not weight.is_meta)
 
 
 def test_gate_and_rotation_are_compiled_once_for_all_layers(without_inductor):
@@ -65,7 +89,9 @@ def test_an_mlp_that_only_looks_like_one_is_left_to_its_own_code(without_inducto
         def forward(self, hidden):
             return 2 * self.down_proj(self.act_fn(self.gate_proj(hidden)) * self.up_proj(hidden))
 
-    assert not fuse._fuse_gate(Scaled(), {}, 8)
+    assert not fuse._fuse_gate(Scaled(), {}, 8, CPU, None)
+    with torch.device("meta"):
+        assert not fuse._fuse_gate(Scaled(), {}, 8, CPU, None)
 
 
 def test_other_models_of_the_family_keep_their_own_rotation(without_inductor):

@@ -3,8 +3,10 @@
 import threading
 
 import pytest
+import torch
 
 from models.memory_factory import LAYERS, build, trained
+from unspool.models.memory import checkpointing
 from unspool.models.memory.checkpointing import release_host_memory, reserve_host_memory
 from unspool.models.memory.host_bytes import (
     BLOCK_BYTES,
@@ -49,6 +51,25 @@ def test_the_blocks_of_a_step_are_those_computed_and_are_given_back(policy):
     for thread in [one for one in threading.enumerate() if one.name == "unspool-pin"]:
         thread.join()
     assert release_host_memory(model) == 0
+
+
+@pytest.mark.parametrize(("device", "element_bytes"), [("cuda", 2), ("cpu", 4)])
+def test_bytes_are_reserved_for_the_device_that_computes_not_for_that_of_the_weights(
+    device, element_bytes, monkeypatch
+):
+    """With parallel.offload the weights are in host memory, but layers compute in bf16 on the GPU."""
+    policy = MemoryPolicy(activation_checkpointing="full", offload=True)
+    model, reserved = build(policy=policy), []
+    assert next(model.parameters()).device.type == "cpu"
+    (offloader, _) = checkpointing._offloaders(model)
+    monkeypatch.setattr(offloader, "device", torch.device(device))
+    monkeypatch.setattr(offloader, "reserve", reserved.append)
+    tokens = BLOCK_BYTES // model.config.hidden_size  # one block per byte of an element
+    reserve_host_memory(model, policy, tokens=tokens)
+
+    widths = LayerWidths.of_config(model.config.to_dict())
+    assert reserved == [activation_bytes(policy, widths, tokens, element_bytes=element_bytes)]
+    assert reserved[0] == element_bytes * (LAYERS - 1) * BLOCK_BYTES
 
 
 def test_tensors_take_whole_blocks():

@@ -160,6 +160,18 @@ def test_several_ranks_hold_about_what_the_tables_of_scaling_say():
     assert found.host == pytest.approx(table.host, rel=0.05)
 
 
+def test_a_rank_loads_the_full_model_only_if_it_is_alone_or_keeps_weights_in_host_memory():
+    policy = MemoryPolicy(activation_checkpointing="full", offload=True, mlp_tiles=1024)
+    options = {"tokens": 8 * K, "policy": policy, "compiled": True}
+    ranks = StepSetup(layout=Layout(replicate=1, shard=8, ring=1, ulysses=1), **options)
+
+    loading = [
+        footprint(LLAMA_8B, setup).on_host.loading
+        for setup in (StepSetup(**options), ranks, replace(ranks, on_host=True))
+    ]
+    assert loading == [4 * LLAMA_8B.params, 0, 4 * LLAMA_8B.params]
+
+
 def test_weights_in_host_memory_are_not_on_the_device():
     layout = Layout(replicate=1, shard=8, ring=1, ulysses=1)
     here, there = (footprint(LLAMA_8B, StepSetup(tokens=8 * K, layout=layout, on_host=flag)) for flag in (False, True))

@@ -6,6 +6,7 @@ from unspool.core.errors import ConfigError
 from unspool.recipe.load import load_recipe
 from unspool.recipe.paths import bundled_recipes, find_bundled
 from unspool.recipe.schema import Recipe, dump_recipe
+from unspool.training.schedule import learning_rate
 
 NAMES = [
     "harpe-128k",
@@ -201,6 +202,9 @@ def test_olmo_3_follows_its_report_and_scripts():
         0.1,
     )
     assert int(stage.warmup_ratio * stage.steps) == 200
+    middle = 200 + (stage.steps - 200) // 3
+    down = [learning_rate(stage, step) / stage.lr for step in (200, middle, stage.steps)]
+    assert down == pytest.approx([1, 2 / 3, 0], abs=1e-4), "a line, not a cosine"
     rope = stage.rope
     assert (rope.method, rope.factor, rope.beta_fast, rope.beta_slow) == ("yarn", 8, 32, 1)
     assert (stage.attention, stage.optimizer_state, stage.max_grad_norm) == ("intra_document", "keep", 1.0)

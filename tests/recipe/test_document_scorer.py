@@ -133,6 +133,58 @@ def test_python_scores_texts_as_a_recipe_does(out):
     assert len(unspool.pack(best, tokenizer, seq_len=64)) > 4
 
 
+@pytest.mark.parametrize("use", ["top", "weight"])
+def test_python_packs_the_rows_of_a_recipe_with_the_same_settings(recipe, tmp_path, use):
+    plain = yaml.safe_load(recipe.read_text(encoding="utf-8"))
+    plain |= {"sources": {"data": plain["sources"]["books"]}, "out": str(tmp_path / "out"), "device": "auto"}
+    plain["datasets"] = {"rows": {"from": "data", "seq_len": 128, "score": SCORE | {"use": use}}}
+    plain["stages"][0]["mix"] = {"rows": 1}
+    (recipe.parent / f"{use}.yaml").write_text(yaml.safe_dump(plain), encoding="utf-8")
+    done = command("pack", recipe.parent / f"{use}.yaml")
+    assert done.exit_code == 0, done.output
+    wanted = unspool.PackedDataset(tmp_path / "out/datasets/rows")
+
+    _, tokenizer = unspool.load("asset:tiny-base", device="cpu")
+    score = unspool.LongContextGain.model_validate(SCORE | {"use": use})
+    found = unspool.pack(texts(), tokenizer, seq_len=128, strategy=score, out=tmp_path / "rows")
+
+    assert [row.tokens.tolist() for row in found] == [row.tokens.tolist() for row in wanted]
+    assert [row.doc_lens.tolist() for row in found] == [row.doc_lens.tolist() for row in wanted]
+    assert found.stats() == wanted.stats() and 0 < found.stats()["sources"]["data"]["score"]["documents_used"] < 8
+    assert len(unspool.pack(texts(), tokenizer, seq_len=128)) > len(found)
+
+
+def test_python_scores_only_the_sources_that_are_named(tmp_path):
+    _, tokenizer = unspool.load("asset:tiny-base", device="cpu")
+    score = unspool.LongContextGain.model_validate(SCORE | {"sources": ("scores",)})
+    parts = {"corpus": texts(), "scores": texts()[::-1]}  # names of folders that packing uses itself
+    rows = unspool.pack(parts, tokenizer, seq_len=128, shares={"corpus": 0.5, "scores": 0.5}, strategy=score)
+
+    assert {name: "score" in about for name, about in rows.stats()["sources"].items()} == {
+        "corpus": False,
+        "scores": True,
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model": None}, r"pack: score\.model is missing; name the model that scores: LongContextGain\(model=…\)\."),
+        ({"model": "no/such/folder"}, "no/such/folder"),
+        ({"long": 512}, r"pack: score\.long is 512, but asset:tiny-base reads at most 256"),
+        ({"short": 129}, r"pack: score\.long 256 is less than twice score\.short 129"),
+        ({"sources": ("books",)}, r"pack: score\.sources names 'books', which the dataset does not read"),
+    ],
+)
+def test_python_refuses_scores_that_do_not_fit_before_it_reads_a_text(tmp_path, change, message):
+    _, tokenizer = unspool.load("asset:tiny-base", device="cpu")
+    score = unspool.LongContextGain.model_validate(SCORE | change)
+    unread = iter(texts())
+    with pytest.raises(ConfigError, match=message):
+        unspool.pack(unread, tokenizer, seq_len=128, strategy=score, out=tmp_path / "rows")
+    assert next(unread) == texts()[0] and not (tmp_path / "rows").exists()
+
+
 def test_python_refuses_what_it_cannot_score():
     with pytest.raises(ConfigError, match=r"score\.long 64 is less than twice score.short 64"):
         unspool.long_context_gains(["a"], "asset:tiny-base", long=64, short=64)

@@ -22,6 +22,8 @@ from unspool.core.errors import ConfigError
 from unspool.evals.eval_request import check_request
 from unspool.models.location import resolve_path
 from unspool.recipe.paths import bundled_studies
+from unspool.recipe.run import open_run
+from unspool.recipe.run import run as run_recipe
 from unspool.studies.load import StudyRun, load_study
 from unspool.studies.merged_arms import merge_weights
 from unspool.studies.raw_results import collect, read_runs
@@ -211,7 +213,22 @@ def test_the_folder_of_a_merged_arm_is_its_model(screened, study_file, said, tmp
 def test_a_merged_arm_is_announced_as_one_without_training(screened, study_file, said):
     study = load_study(study_file, out=screened)
     merge_weights(study, next(run for run in study.runs if run.name == "merged-s0"))
-    assert said == ["merged-s0: no stage is trained; `base` is the averaged model here"]
+    assert said == ["merged-s0: no stage is trained; scores/base holds the scores of the averaged model"]
+
+
+def test_the_run_of_a_merged_arm_names_the_averaged_model_and_no_stages(screened, study_file, caplog, tmp_path):
+    study = load_study(study_file, out=screened)
+    merged = next(run for run in study.runs if run.name == "merged-s0")
+    recipe = merged.loaded.recipe.model_copy(update={"out": tmp_path / "again"})
+    with caplog.at_level(logging.INFO, "unspool"):
+        run_recipe(open_run(replace(merged.loaded, recipe=recipe)))
+
+    said = [record.getMessage() for record in caplog.records]
+    assert f"no stage to train, only scores of the averaged model on cpu, into {tmp_path / 'again'}" in said[0]
+    assert any(line.startswith("scores of the averaged model (not built yet): ") for line in said)
+    assert not any("0 stages" in line or "scores of base" in line for line in said)
+    kept = json.loads((screened / "merged-s0/scores/base/summary.json").read_text())
+    assert json.loads((tmp_path / "again/scores/base/summary.json").read_text())["model"] == kept["model"] == "base"
 
 
 def test_a_finished_study_is_not_repeated(screened, study_file, monkeypatch):

@@ -359,6 +359,24 @@ def test_a_mistake_is_one_sentence_and_leaves_nothing(options, wanted, tmp_path)
     assert not (tmp_path / "out").exists()
 
 
+def test_a_folder_with_other_files_is_refused_and_left_as_it_was(tmp_path):
+    (tmp_path / "losses").mkdir()
+    (tmp_path / "thesis.tex").write_text("years of work")
+    done = command(*TRIAL, "--out", tmp_path)
+
+    assert done.exit_code == 2, done.output
+    said = " ".join(done.stderr.split())
+    assert said == f"error: {tmp_path} exists and holds other files than a trial's; give a new folder as --out."
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["losses", "thesis.tex"]
+
+
+@pytest.mark.parametrize("present", [["losses"], ["training", "losses", ".DS_Store"], ["trial.json", "notes.txt"], []])
+def test_a_trial_continues_in_its_folder(present, tried, tmp_path):
+    for name in present:
+        (tmp_path / name).mkdir() if "." not in name else (tmp_path / name).write_text("{}")
+    assert tried(tmp_path, METHODS[1:2], windows=2).folder == tmp_path
+
+
 @pytest.mark.parametrize(
     ("wrong", "wanted"),
     [({"windows": 2.5}, "`windows=2.5`: write a whole number"), ({"seed": -1}, "`seed=-1`: write a whole number")],

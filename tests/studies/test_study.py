@@ -343,3 +343,15 @@ def test_a_mistake_in_a_papers_numbers_is_reported_with_its_place(study, old, ne
 def test_measures_that_other_evals_do_not_have_are_no_longer_compared(study):
     found = load_study(study, overrides=["evals=[{suite: niah, lengths: [1K], samples: 2}]"])
     assert found.compare is None
+
+
+def test_the_digest_of_a_recipe_is_that_from_before_stages_had_a_schedule(monkeypatch):
+    monkeypatch.setattr("unspool.studies.shared_work.digest", lambda plain: plain)
+    found = {
+        schedule: recipe_digest(load_recipe("tiny", {"stages.0.schedule": schedule}))
+        for schedule in ("cosine", "linear")
+    }
+
+    assert not any("schedule" in stage for stage in found["cosine"]["stages"])
+    assert found["linear"]["stages"][0].pop("schedule") == "linear"
+    assert found["linear"] == found["cosine"] == recipe_digest(load_recipe("tiny"))

@@ -120,6 +120,42 @@ def test_a_changed_setting_redoes_the_stage_and_says_which(change, reason, mater
     assert (finished / name).read_bytes() != (never_killed / name).read_bytes()
 
 
+# Settings of `STAGE` in the manifests and keys of stages that were trained before a key was added.
+STORED = {
+    "activation_checkpointing": "none",
+    "attention": "intra_document",
+    "batch_tokens": 64,
+    "betas": [0.9, 0.95],
+    "compile": False,
+    "context_length": 32,
+    "export_context_length": None,
+    "lr": 0.001,
+    "lr_overrides": {},
+    "max_grad_norm": 1.0,
+    "micro_batch_tokens": None,
+    "min_lr_ratio": 0.1,
+    "mix": {"long": 0.6, "short": 0.4},
+    "name": "one",
+    "rope": {"base": 500000.0, "method": "abf"},
+    "tokens": 384,
+    "warmup_ratio": 0.1,
+    "weight_decay": 0.1,
+}
+
+
+def test_a_key_that_was_added_later_does_not_redo_a_stage_that_has_its_default(never_killed):
+    assert read_manifest(never_killed)["settings"]["stage"] == STORED
+
+
+def test_another_schedule_redoes_the_stage(materials, finished, capsys):
+    changed = STAGE.model_copy(update={"schedule": "linear"})
+    run(materials, finished, changed)
+
+    assert "(changed settings: stage)" in capsys.readouterr().err
+    assert read_manifest(finished)["settings"]["stage"] == STORED | {"schedule": "linear"}
+    assert [line["lr"] for line in metrics(finished)] == [learning_rate(changed, step) for step in range(1, 7)]
+
+
 def test_changed_rows_and_a_changed_model_redo_the_stage_and_say_which(materials, finished, tmp_path, capsys):
     rows = save_rows(tmp_path / "short", SHORT[:4])
     run(StageInputs(model=materials.model, datasets=materials.datasets | {"short": rows}), finished)

@@ -26,7 +26,12 @@ def _is_averaged(run: Path) -> bool:
     model = run / MODEL
     if exists(run / CONFIG) or exists(run / "stages") or not exists(model / CONFIG):
         return False
-    return (read_manifest(model) or {}).get("kind") == MERGE_KIND
+    return is_averaged_model(model)
+
+
+def is_averaged_model(folder: Path) -> bool:
+    """Return whether `unspool merge` wrote this folder."""
+    return (read_manifest(folder) or {}).get("kind") == MERGE_KIND
 
 
 @cache

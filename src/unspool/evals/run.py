@@ -58,6 +58,12 @@ class Scoring:
     out_dir: Path
     root: Path
     """Base folder of relative paths."""
+    title: str = ""
+    """Name in messages. Default: `model`."""
+
+    @property
+    def label(self) -> str:
+        return f"scores of {self.title or self.model}"
 
 
 def score_model(model_ref: str, scoring: Scoring, *, device: "torch.device", dtype: "torch.dtype") -> dict[str, Any]:
@@ -73,7 +79,7 @@ def score(scoring: Scoring, backend: Backend) -> dict[str, Any]:
     reason = stale_reason(scoring.out_dir, **_resolve(scoring, backend)[2])
     if reason is None:
         clean_up(scoring.out_dir, WORK_FILES)
-        logger.info(f"scores of {scoring.model}: up to date")
+        logger.info(f"{scoring.label}: up to date")
         loaded: dict[str, Any] = json.loads((scoring.out_dir / SUMMARY).read_text(encoding="utf-8"))
         return loaded
     backend.connect()
@@ -88,7 +94,7 @@ def score(scoring: Scoring, backend: Backend) -> dict[str, Any]:
     )
     backend.planned_tokens = plan.prompt_tokens
     logger.info(
-        f"scores of {scoring.model} ({reason}): {plan.num_contexts} contexts, {plan.num_samples} samples, "
+        f"{scoring.label} ({reason}): {plan.num_contexts} contexts, {plan.num_samples} samples, "
         f"{format_count(plan.prompt_tokens)} prompt tokens"
     )
     if beyond is not None:
@@ -101,7 +107,7 @@ def _score(
     scoring: Scoring, backend: Backend, plan: EvalPlan, identity: dict[str, Any], beyond: dict[str, Any] | None
 ) -> dict[str, Any]:
     work_dir = scoring.out_dir.with_name(scoring.out_dir.name + ".work")
-    open_work(work_dir, digest(identity), key_file=PLAN, label=f"scores of {scoring.model}", describe=describe_work)
+    open_work(work_dir, digest(identity), key_file=PLAN, label=scoring.label, describe=describe_work)
     cache = PromptCache(work_dir)
     if plan.num_listed:
         _list_prompts(plan, work_dir / PROMPTS, cache)
@@ -109,7 +115,7 @@ def _score(
     if backend.packs_contexts:
         plan.pack_contexts(backend.row_tokens)
     with backend.keeping_replies(work_dir / REPLIES):
-        _score_units(plan, backend, work_dir / SAMPLES, label=f"score {scoring.model}")
+        _score_units(plan, backend, work_dir / SAMPLES, label=f"score {scoring.title or scoring.model}")
     cache.close()
     summary = summarize(scoring.model, scoring.evals, _read_lines(work_dir / SAMPLES), backend.record, beyond)
     write_atomic(work_dir / SUMMARY, json.dumps(summary, indent=1) + "\n")

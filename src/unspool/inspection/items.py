@@ -35,6 +35,7 @@ class Summary:
     part: str = "document"  # unit that `lengths` measures
     lengths: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     sample: str = ""  # the rows with measured lengths, unless all
+    num_documents: int | None = None  # documents that the parts are from, if they are not the parts themselves
     notes: list[str] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)  # shown as they are, such as a histogram
 
@@ -43,13 +44,19 @@ class Summary:
         return histogram(self.lengths[self.lengths > 0])
 
     @property
+    def of_documents(self) -> str:
+        if self.num_documents is None:
+            return ""
+        return f" of {self.num_documents:,} {'document' if self.num_documents == 1 else 'documents'}"
+
+    @property
     def length_line(self) -> str:
         if not len(self.lengths):
             return ""
         median, most = np.quantile(self.lengths, [0.5, 0.9], method="lower").tolist()
         line = (
-            f"{self.part}s: {len(self.lengths):,}, median {median:,.0f} tokens, 90% have at most {most:,.0f}, "
-            f"longest {self.lengths.max():,}"
+            f"{self.part}s: {len(self.lengths):,}{self.of_documents}, median {median:,.0f} tokens, "
+            f"90% have at most {most:,.0f}, longest {self.lengths.max():,}"
         )
         return f"{line} ({self.sample})" if self.sample else line
 
@@ -244,6 +251,7 @@ def summary_values(summary: Summary) -> dict[str, Any]:
         "facts": dict(summary.facts),
         "lengths": summary.bins,
         "lengths_of": summary.part,
+        "documents": summary.num_documents,
         "sample": summary.sample,
         "notes": summary.notes,
     } | ({"lines": summary.lines} if summary.lines else {})

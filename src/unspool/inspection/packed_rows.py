@@ -127,9 +127,10 @@ class Rows:
             kind="rows",
             headline=f"{len(self):,} {'row' if len(self) == 1 else 'rows'} of {format_size(self._rows.row_len)} tokens",
             facts=[(name, value) for name, value in [*facts, *manifest_facts(counts)] if value],
-            part=self._part,
+            part="document part" if self._are_cut else self._part,
             lengths=self._scan[0],
-            sample="" if len(self._scanned) == len(self) else f"in {len(self._scanned):,} rows, evenly spaced",
+            sample="" if self._is_scanned else f"in {len(self._scanned):,} rows, evenly spaced",
+            num_documents=self._place.counts.get("documents") if self._are_cut and self._is_scanned else None,
             notes=[*self._tokenizer.notes, *self._place.notes],
         )
 
@@ -277,6 +278,19 @@ class Rows:
     def _scanned(self) -> np.ndarray:
         step = -(-len(self) // MAX_SCANNED) if len(self) else 1
         return np.arange(0, len(self), step)
+
+    @property
+    def _is_scanned(self) -> bool:
+        """Return whether the lengths of all rows were read."""
+        return len(self._scanned) == len(self)
+
+    @property
+    def _are_cut(self) -> bool:
+        """Return whether some documents are cut, so that rows hold more parts than there are documents."""
+        documents, truncated = (self._place.counts.get(name) for name in ("documents", "truncated"))
+        if self._pieced or documents is None:
+            return False
+        return len(self._scan[0]) != documents if self._is_scanned else truncated != 0
 
     @cached_property
     def _scan(self) -> tuple[np.ndarray, dict[str, int]]:

@@ -103,10 +103,10 @@ def _section(summary: Summary, items: list[Item], number: int) -> SectionView:
         headline=summary.headline,
         part=summary.part,
         facts=[(name, one_line(value)) for name, value in summary.facts],
-        lengths_of=f"of {len(summary.lengths):,} {summary.part}s {summary.sample}".rstrip(),
+        lengths_of=f"of {len(summary.lengths):,} {summary.part}s{summary.of_documents} {summary.sample}".rstrip(),
         notes=[one_line(note) for note in summary.notes],
         lines=[one_line(line) for line in summary.lines],
-        chart=length_chart(summary.bins),
+        chart=length_chart(summary.bins, summary.part),
         items=[_item(item, f"{anchor}-item", place, len(items)) for place, item in enumerate(items)],
     )
 
@@ -223,8 +223,8 @@ def _bands(parts: list[Part], anchor: str) -> Markup:
     return element("div", drawing, *numbers, class_="bands")
 
 
-def length_chart(lengths: Histogram) -> Markup:
-    """Draw bars per doubling of the length: share of documents and share of tokens."""
+def length_chart(lengths: Histogram, unit: str = "document") -> Markup:
+    """Draw bars per doubling of the length: share of documents, or other units, and share of tokens."""
     documents, tokens = sum(lengths["documents"]), sum(lengths["tokens"])
     if not documents or not tokens:
         return Markup("")
@@ -234,12 +234,12 @@ def length_chart(lengths: Histogram) -> Markup:
             label=format_size(edge),
             first=num_docs / documents,
             second=num_tokens / tokens,
-            tooltip=f"{format_size(edge)} to {format_size(2 * edge)} tokens: {num_docs:,} documents, "
+            tooltip=f"{format_size(edge)} to {format_size(2 * edge)} tokens: {num_docs:,} {unit}s, "
             f"{num_tokens:,} tokens",
         )
         for edge, num_docs, num_tokens in bins
     ]
-    label = f"Lengths of {documents:,} documents, {pairs[0].label} tokens and more"
+    label = f"Lengths of {documents:,} {unit}s, {pairs[0].label} tokens and more"
     return pair_bars(pairs, label=label, x_title="tokens, at least", size=(420.0, 190.0))
 
 

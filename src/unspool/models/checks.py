@@ -8,6 +8,8 @@ So these checks compare the numbers themselves, on a few tokens.
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -204,16 +206,36 @@ def probe_states(weight: Tensor, hidden_size: int) -> Tensor:
 
 
 @torch.no_grad()
-def check_tokenwise(module: nn.Module, hidden_size: int) -> None:
-    """Refuse a module whose result for a token depends on other tokens."""
+def with_weights(module: nn.Module, device: torch.device) -> nn.Module:
+    """Return a module to test the code of `module` on: itself, or a copy with random weights if it has none yet.
+
+    A module has no weights while it is on the meta device. The copy is on `device`.
+    """
+    if not any(parameter.is_meta for parameter in module.parameters()):
+        return module
+    copy = deepcopy(module).to_empty(device=device)
+    generator = torch.Generator(device).manual_seed(0)
+    for tensor in (*copy.parameters(), *copy.buffers()):
+        if tensor.dim() > 1 and tensor.is_floating_point():
+            tensor.normal_(std=tensor.shape[-1] ** -0.5, generator=generator)
+        else:
+            tensor.fill_(1)
+    return copy
+
+
+@torch.no_grad()
+def check_tokenwise(module: nn.Module, hidden_size: int, device: torch.device) -> None:
+    """Refuse a module whose result for a token depends on other tokens. A module on the meta device uses `device`."""
     name = type(module).__name__
     if any(isinstance(inner, nn.Dropout) and inner.p > 0 for inner in module.modules()):
         raise ConfigError(f"mlp_tiles: {name} has dropout, which tiles would change; remove mlp_tiles.")
-    states = probe_states(next(module.parameters()), hidden_size)
-    whole = module(states)
+    # The code of its class: a fused `forward` would be compiled for a few tokens.
+    run = partial(type(module).forward, with_weights(module, device))
+    states = probe_states(next(run.args[0].parameters()), hidden_size)
+    whole = run(states)
     if isinstance(whole, Tensor) and whole.shape == states.shape:
         half = _NUM_PROBE_STATES // 2
-        halves = torch.cat([module(states[:, :half]), module(states[:, half:])], dim=1)
+        halves = torch.cat([run(states[:, :half]), run(states[:, half:])], dim=1)
         if is_close(halves.float(), whole.float()):
             return
     raise ConfigError(

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unspool.models.checks import attention_of, is_close, layers_of, probe_states, tokenwise_modules
+from unspool.models.checks import attention_of, is_close, layers_of, probe_states, tokenwise_modules, with_weights
 
 # Name of the function in `transformers` that rotates queries and keys, the same in every family with RoPE.
 ROTATE = "apply_rotary_pos_emb"
@@ -26,15 +26,17 @@ PAYS_FROM = 3.2e16
 MIN_PREFILL_TOKENS = 512
 
 
-def fuse_parts(model: Any, *, least_tokens: int | None = None) -> None:
+def fuse_parts(model: Any, *, least_tokens: int | None = None, device: torch.device | None = None) -> None:
     """Fuse operators of `model` in place. Call this once, before memory settings are applied.
 
-    Without `least_tokens`, functions are compiled for each length; training has few lengths. With it, one kernel serves
-    all lengths from `least_tokens`, and shorter passes run the original code.
+    A model on the meta device needs `device`, on which its MLPs are tested. Without `least_tokens`, functions are
+    compiled for each length; training has few lengths. With it, one kernel serves all lengths from `least_tokens`, and
+    shorter passes run the original code.
     """
     gates: dict[str, Gate] = {}
+    device = device or next(model.parameters()).device
     for module in tokenwise_modules(model):
-        if not _fuse_gate(module, gates, model.config.hidden_size, least_tokens):
+        if not _fuse_gate(module, gates, model.config.hidden_size, device, least_tokens):
             module.forward = _compile(module.forward, least_tokens)
     for layer in layers_of(model):
         _fuse_rotation(attention_of(layer), least_tokens)
@@ -80,7 +82,9 @@ def _compile(
     return by_count
 
 
-def _fuse_gate(module: Any, gates: dict[str, Gate], hidden_size: int, least_tokens: int | None = None) -> bool:
+def _fuse_gate(
+    module: Any, gates: dict[str, Gate], hidden_size: int, device: torch.device, least_tokens: int | None
+) -> bool:
     """Fuse the gate of an MLP into one kernel; False if `module` is not such an MLP."""
     if not all(isinstance(getattr(module, name, None), nn.Linear) for name in ("gate_proj", "up_proj", "down_proj")):
         return False
@@ -90,16 +94,17 @@ def _fuse_gate(module: Any, gates: dict[str, Gate], hidden_size: int, least_toke
     if repr(act) not in gates:
         gates[repr(act)] = Gate(act, _compile(lambda gate, up: act(gate) * up, least_tokens))
     gate = gates[repr(act)]
+    tested: Any = with_weights(module, device)
 
     def plain(hidden: Tensor) -> Tensor:
-        out: Tensor = module.down_proj(gate.act(module.gate_proj(hidden)) * module.up_proj(hidden))
+        out: Tensor = tested.down_proj(gate.act(tested.gate_proj(hidden)) * tested.up_proj(hidden))
         return out
 
     def gated(hidden: Tensor) -> Tensor:
         out: Tensor = module.down_proj(gate.compiled(module.gate_proj(hidden), module.up_proj(hidden)))
         return out
 
-    if not _same(module.forward, plain, module.down_proj.weight, hidden_size):
+    if not _same(tested.forward, plain, tested.down_proj.weight, hidden_size):
         return False
     module.forward = gated
     return True

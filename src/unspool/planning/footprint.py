@@ -128,11 +128,6 @@ def moved_bytes(shape: Shape, setup: StepSetup) -> float:
     return _MemoryCounter(shape, setup).moved()
 
 
-def _needs_weights(policy: MemoryPolicy) -> bool:
-    """Return whether the trainer tests these settings on real weights (training/parallel/apply.py)."""
-    return bool(policy.mlp_tiles or policy.offload or policy.keep_on_host)
-
-
 def reserve(memory: float) -> float:
     """Return the device memory reserved for the CUDA context and for gaps between tensors."""
     return 1.0 * GIB + 0.04 * memory
@@ -313,8 +308,8 @@ class _MemoryCounter:
     def on_host(self) -> HostFootprint:
         setup, config = self.setup, self.setup.optimizer
         params = self.shape.params / setup.num_shards
-        # One device loads the model through host memory, as does each of several that test settings on weights.
-        loads_full = setup.is_single or setup.compiled or setup.on_host or _needs_weights(self.policy)
+        # One device loads the model through host memory, as does each of several with parallel.offload.
+        loads_full = setup.is_single or setup.on_host
         return HostFootprint(
             loading=FULL * self.shape.params if loads_full else 0.0,
             states=(2 * FULL + config.state_bytes()) * params if setup.on_host else 0.0,

@@ -3,7 +3,7 @@
 import logging
 import tempfile
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,8 @@ from unspool.data.sources.files import matching_files
 from unspool.data.sources.registry import source_for_file
 from unspool.data.strategies.base import StrategyConfig
 from unspool.inspection.inspect_data import Inspection, inspect
-from unspool.models.location import resolve_path
+from unspool.models.location import model_path, resolve_path
+from unspool.recipe.document_scorer import SCORES, ModelScorer, check_scorer, score_sources
 
 if TYPE_CHECKING:
     import datasets
@@ -202,7 +203,8 @@ def pack(
         seq_len: Tokens of a row, such as `"64K"`.
         packing: `concat` fills rows and continues documents in the next, `best_fit` keeps documents whole and pads,
             `truncate` fills rows and drops the rest of a document, `single_doc` takes one document per row.
-        strategy: `UtK`, `CIP`, `NExtLong`, `PoSE` or `Upsample`, or several.
+        strategy: `UtK`, `CIP`, `NExtLong`, `PoSE`, `Upsample` or `LongContextGain`, or several. `LongContextGain` needs
+            its `model`; scores are not kept, so a second call scores again.
         attention: `intra_document` or `full`; by default what the strategy needs.
         shares: Share of tokens by name, if `data` is a dict.
         limit: Stop after about this many tokens of rows.
@@ -215,7 +217,7 @@ def pack(
         The rows, memory-mapped.
 
     Raises:
-        ConfigError: The settings do not fit together.
+        ConfigError: The settings do not fit together, or the model of `LongContextGain` cannot score these texts.
         DataError: A record is not text, or there is too little of it.
 
     Example:
@@ -237,20 +239,18 @@ def pack(
         "max_epochs": max_epochs,
         **{one.name: one for one in strategies},
     }
-    try:
-        config = DatasetConfig.model_validate(settings)
-    except ValidationError as error:
-        problems = [f"{'.'.join(map(str, one['loc']))} {one['msg']}".strip() for one in error.errors()]
-        raise ConfigError(f"pack: {'; '.join(problems).replace('Value error, ', '')}.") from error
+    config = _config(settings)
     folder = Path(tempfile.mkdtemp(prefix="unspool-")) / NAME if out is None else Path(out).absolute()
     try:
         _check_out(folder)
+        scorer = _scorer(config, tokenizer)
         with tempfile.TemporaryDirectory(prefix="unspool-") as scratch, lock_output(folder):
-            corpora = {name: Path(scratch) / name for name in parts}
+            corpora = {name: Path(scratch, "corpus", name) for name in parts}
             for name, records in parts.items():
                 build_from_records(records, corpora[name], tokenizer=tokenizer, text=text, name=name)
             embed = embedder(config, tokenizer)
-            counts = build_rows(config, corpora, folder, tokenizer=tokenizer, seed=seed, embed=embed)
+            scores = _scores(config, corpora, Path(scratch, SCORES), scorer)
+            counts = build_rows(config, corpora, folder, tokenizer=tokenizer, seed=seed, embed=embed, scores=scores)
     except BaseException:
         if out is None:
             remove(folder.parent)
@@ -261,6 +261,40 @@ def pack(
     if out is None:
         weakref.finalize(dataset, remove, folder.parent)
     return dataset
+
+
+def _config(settings: dict[str, Any]) -> DatasetConfig:
+    try:
+        return DatasetConfig.model_validate(settings)
+    except ValidationError as error:
+        problems = [f"{'.'.join(map(str, one['loc']))} {one['msg']}".strip() for one in error.errors()]
+        raise ConfigError(f"pack: {'; '.join(problems).replace('Value error, ', '')}.") from error
+
+
+def _scorer(config: DatasetConfig, tokenizer: Any) -> ModelScorer | None:
+    """Return the model that scores documents; None if the dataset has no `score`. Its weights are not loaded yet."""
+    if config.score is None:
+        return None
+    if config.score.model is None:
+        raise ConfigError("pack: score.model is missing; name the model that scores: LongContextGain(model=…).")
+    ref = model_path(config.score.model, Path())
+    check_scorer(config.score, ref, tokenizer, place="pack: score")
+    return ModelScorer(ref)
+
+
+def _scores(
+    config: DatasetConfig, corpora: Mapping[str, Path], out_dir: Path, scorer: ModelScorer | None
+) -> dict[str, Path]:
+    """Score the documents of each source that `score` chooses from; return the folders of scores."""
+    if scorer is None:
+        return {}
+
+    def build(source: str, step: Callable[[Path], Any]) -> Path:
+        folder = out_dir / source
+        step(folder)
+        return folder
+
+    return score_sources(config, corpora, scorer=scorer, build=build)
 
 
 def _parts(data: Any, shares: Mapping[str, float] | None, text: str) -> dict[str, Iterable[Any]]:

@@ -18,6 +18,7 @@ from unspool.core.artifacts import remove
 from unspool.core.config import lookup
 from unspool.core.errors import ConfigError
 from unspool.core.logging import silence
+from unspool.evals.averaged_run import is_averaged_model
 from unspool.evals.config import EvalConfig
 from unspool.evals.eval_plan import EvalPlan
 from unspool.evals.run import Scoring, score_model
@@ -75,9 +76,7 @@ def open_run(loaded: LoadedRecipe, ranks: Ranks | None = None, *, share: Share =
 
 def run(context: RunContext) -> Outcome:
     """Run every step of the recipe."""
-    count = len(context.recipe.stages)
-    stages = f"{count} stage{'s' * (count != 1)}"
-    logger.info(f"{context.recipe.name}: {stages} on {device_of(context).type}, into {context.out}")
+    logger.info(f"{context.recipe.name}: {_describe_work(context)} on {device_of(context).type}, into {context.out}")
     context.on_leader(lambda: check_evals(context))
     tokenize(context)
     pack(context)
@@ -87,6 +86,19 @@ def run(context: RunContext) -> Outcome:
         evaluate(context, stage.name)
         context.on_leader(partial(_evaluate_snapshots, context, stage))
     return report(context)
+
+
+def _describe_work(context: RunContext) -> str:
+    count = len(context.recipe.stages)
+    if count:
+        return f"{count} stage{'s' * (count != 1)}"
+    return f"no stage to train, only scores of {_base_title(context) or BASE}"
+
+
+def _base_title(context: RunContext) -> str:
+    """Return what messages call the recipe's model; "" for its name `base`."""
+    model = context.model
+    return "the averaged model" if isinstance(model, str) and is_averaged_model(Path(model)) else ""
 
 
 def train_stages(context: RunContext, name: str | None = None) -> list[StageConfig]:
@@ -148,7 +160,13 @@ def _evaluate_snapshots(context: RunContext, stage: StageConfig) -> None:
 def _score(context: RunContext, ref: str, name: str, evals: list[EvalConfig], folder: Path) -> None:
     device = device_of(context)
     scoring = Scoring(
-        model=name, model_hash=model_digest(ref), evals=evals, seed=context.recipe.seed, out_dir=folder, root=Path()
+        model=name,
+        model_hash=model_digest(ref),
+        evals=evals,
+        seed=context.recipe.seed,
+        out_dir=folder,
+        root=Path(),
+        title=_base_title(context) if name == BASE else "",
     )
     score_model(ref, scoring, device=device, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32)
 

@@ -81,7 +81,7 @@ def merge_weights(study: "Study", run: "StudyRun") -> bool:
         failure.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(failure, json.dumps({"error": str(error)}, indent=1) + "\n")
         return False
-    logger.info(f"{run.name}: no stage is trained; `base` is the averaged model here")
+    logger.info(f"{run.name}: no stage is trained; scores/base holds the scores of the averaged model")
     if written:  # a record of earlier scores is about other weights
         (study.out / DONE / f"{run.name}.json").unlink(missing_ok=True)
     return True

@@ -93,6 +93,9 @@ def recipe_digest(loaded: LoadedRecipe, *, paths: bool = True) -> str:
     """Hash a recipe without the run's folder; without `paths`, also without the folders of its inputs."""
     plain = loaded.recipe.model_dump(mode="json", by_alias=True)
     plain["out"] = plain["engine"] = None
+    for stage in plain["stages"]:
+        if stage["schedule"] == "cosine":  # so that runs from before this key stay finished
+            del stage["schedule"]
     for place in path_places(loaded.recipe):
         holder: Any = value_at(place[:-1], plain)
         holder[place[-1]] = located(loaded, holder[place[-1]]) if paths else None

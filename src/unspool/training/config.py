@@ -171,8 +171,11 @@ class StageConfig(Config):
         description="Learning rates by substring of a parameter name; the first match counts. 0 freezes the "
         "parameter, as in {mlp: 0, q_proj: 1e-4}.",
     )
+    schedule: Literal["cosine", "linear"] = Field(
+        "cosine", description="How the learning rate decays after warm-up: along a cosine or a straight line."
+    )
     min_lr_ratio: float = Field(
-        0.1, ge=0, le=1, description="Final learning rate of the cosine schedule ÷ `lr`. 1 keeps the rate constant."
+        0.1, ge=0, le=1, description="Learning rate of the last step ÷ `lr`. 1 keeps the rate constant after warm-up."
     )
     warmup_ratio: float = Field(0.1, ge=0, lt=1, description="Share of steps with linear warm-up.")
     betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW's decay rates of the first and second moment.")

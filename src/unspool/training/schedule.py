@@ -20,13 +20,16 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 def learning_rate(stage: StageConfig, step: int) -> float:
-    """Return the learning rate of step 1 … `stage.steps`: linear warm-up, then a cosine decay to `min_lr_ratio`."""
+    """Return the learning rate of step 1 … `stage.steps`: linear warm-up, then `stage.schedule`.
+
+    The last step has `min_lr_ratio` × `lr`, unless the whole stage is warm-up.
+    """
     warmup_steps = int(stage.warmup_ratio * stage.steps)
     if step <= warmup_steps:
         return stage.lr * step / warmup_steps
     done = (step - warmup_steps) / max(1, stage.steps - warmup_steps)
-    cosine = 0.5 * (1 + math.cos(math.pi * done))
-    return stage.lr * (stage.min_lr_ratio + (1 - stage.min_lr_ratio) * cosine)
+    decay = 1 - done if stage.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+    return stage.lr * (stage.min_lr_ratio + (1 - stage.min_lr_ratio) * decay)
 
 
 class SpikeGuard:

@@ -297,6 +297,7 @@ def _identity(stage: StageConfig, inputs: StageInputs, *, seed: int, device: tor
         "attention_distillation": None,
         "optimizer_state": "keep",
         "loss": UniformLoss(),
+        "schedule": "cosine",
     }
     own = NEUTRAL_SETTINGS | {key for key, default in defaults.items() if getattr(stage, key) == default}
     settings = stage.model_dump(mode="json", exclude=own) | {"activation_checkpointing": "none"}
@@ -338,7 +339,7 @@ def _build(
         return sharded, tokenizer
     # A model to be sharded is loaded into host memory, and moved to the device layer by layer.
     mesh = dist_context.mesh
-    load_device = device if mesh is None or _needs_device(stage) else torch.device("cpu")
+    load_device = device if mesh is None else torch.device("cpu")
     if isinstance(inputs.model, NewModel):
         tokenizer = load_tokenizer(inputs.model.tokenizer)
         model = build_new(inputs.model, tokenizer, seed=seed).to(load_device)
@@ -376,11 +377,6 @@ def _take_template(tokenizer: Any, stage: StageConfig, inputs: StageInputs) -> N
     template = common_template(inputs.datasets, f"stage {stage.name}")
     if template is not None:
         tokenizer.chat_template = template
-
-
-def _needs_device(stage: StageConfig) -> bool:
-    """Return whether settings are tested, or allocate memory, on the device of the weights."""
-    return bool(stage.compile or stage.offload or stage.keep_on_host)
 
 
 def _publish(

@@ -4,11 +4,6 @@ import pytest
 import torch
 
 from factory import build_model
-from unspool.core.errors import ConfigError
-from unspool.models.memory.policy import MemoryPolicy
-from unspool.training.parallel.apply import parallelize
-from unspool.training.parallel.config import ParallelConfig
-from unspool.training.parallel.fsdp import build_empty
 
 from .jobs import LOADED_VOCAB
 
@@ -68,18 +63,3 @@ def test_no_rank_reads_more_than_its_parts(answers, world):
 def test_files_without_a_weight_are_refused(answers):
     assert answers[2]["load refused"].startswith("ConfigError: model ")
     assert "its files have no model.embed_tokens.weight" in answers[2]["load refused"]
-
-
-@pytest.mark.parametrize(
-    ("settings", "name"),
-    [
-        ({"memory": MemoryPolicy(mlp_tiles=4)}, "mlp_tiles"),
-        ({"memory": MemoryPolicy(activation_checkpointing="full", offload=True)}, "offload"),
-        ({"fuse": True}, "compile"),
-    ],
-)
-def test_settings_that_are_tried_on_weights_are_refused_where_there_are_none_yet(settings, name):
-    model = build_empty(build_model().config)
-
-    with pytest.raises(ConfigError, match=f"{name} needs the full weights, but they are read shard by shard"):
-        parallelize(model, None, ParallelConfig(), **settings)

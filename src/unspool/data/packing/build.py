@@ -32,7 +32,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerFast
 
 from unspool.core.artifacts import digest, publish, read_manifest, stale_reason
-from unspool.core.errors import ConfigError, DataError
+from unspool.core.errors import DataError
 from unspool.core.progress import progress_bar
 from unspool.core.sizes import format_count, format_size
 from unspool.data.corpus.store import CorpusReader, open_corpus
@@ -75,11 +75,8 @@ def build_rows(
     """
     name = out_dir.name
     wanted = [] if config.score is None else config.score.scored_sources(config)
-    if set(wanted) - set(scores or {}):
-        raise ConfigError(
-            f"dataset {name}: the documents of {', '.join(wanted)} are not scored. `score` works in a recipe; in "
-            "Python, choose texts with unspool.long_context_gains and pack them."
-        )
+    missing = sorted(set(wanted) - set(scores or {}))
+    assert not missing, f"dataset {name}: the caller gives no scores of {', '.join(missing)}"
     inputs = {f"corpus {source}": _files_digest(corpora[source]) for source in config.shares}
     if embed is not None:
         inputs["embeddings"] = embed.digest

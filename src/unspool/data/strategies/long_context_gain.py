@@ -31,7 +31,18 @@ MOST_USES = 4.0
 
 
 class LongContextGain(StrategyConfig):
-    """LongFilter: score documents by what long context adds to their prediction, and use those with high scores."""
+    """LongFilter: score documents by what long context adds to their prediction, and use those with high scores.
+
+    Example:
+        >>> import unspool
+        >>> model, tokenizer = unspool.load("asset:tiny-base")
+        >>> texts = ["The ship went on. " * 40, "A whale."] * 4
+        >>> score = unspool.LongContextGain(model="asset:tiny-base", long=128, short=32, keep=0.4)
+        >>> dataset = unspool.pack(texts, tokenizer, seq_len=256, strategy=score)
+        >>> counts = dataset.stats()["sources"]["data"]["score"]
+        >>> counts["documents"], counts["documents_used"]
+        (8, 2)
+    """
 
     name: ClassVar[str] = "score"
     title: ClassVar[str] = "documents chosen by long-context gain (LongFilter)"

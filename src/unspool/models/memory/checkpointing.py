@@ -25,20 +25,24 @@ from unspool.models.memory.tiling import apply_tiles
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # arguments of a layer
 
 
-def apply_memory(model: Any, policy: MemoryPolicy) -> None:
-    """Apply memory settings to `model` in place: once per model, after its RoPE method and after compiling."""
+def apply_memory(model: Any, policy: MemoryPolicy, *, device: torch.device | None = None) -> None:
+    """Apply memory settings to `model` in place: once per model, after its RoPE method and after compiling.
+
+    `device` is where the layers compute. Default: where the weights are.
+    """
     if policy == MemoryPolicy():
         return
     layers = layers_of(model)
+    device = device or next(model.parameters()).device
     if policy.mlp_tiles is not None:
         for module in tokenwise_modules(model):
-            check_tokenwise(module, model.config.hidden_size)
+            check_tokenwise(module, model.config.hidden_size, device)
             apply_tiles(module, policy.mlp_tiles)
     if policy.activation_checkpointing == "keep-attention" or policy.attention_heads_at_once is not None:
         apply_head_chunks(layers, heads_at_once=policy.attention_heads_at_once)
     if policy.activation_checkpointing != "none":
         policy.check_layers(len(layers))
-        apply_checkpointing(layers, policy, next(model.parameters()).device)
+        apply_checkpointing(layers, policy, device)
 
 
 def apply_checkpointing(layers: list[nn.Module], policy: MemoryPolicy, device: torch.device) -> None:
@@ -60,12 +64,12 @@ def apply_checkpointing(layers: list[nn.Module], policy: MemoryPolicy, device: t
 
 def reserve_host_memory(model: Any, policy: MemoryPolicy, *, tokens: int) -> None:
     """Start to pin the host memory of a micro-batch of `tokens` tokens; without this the first one waits for it."""
-    element_bytes = 2 if next(model.parameters()).device.type == "cuda" else 4
     widths = LayerWidths.of_config(model.config.to_dict())
-    pools = pool_bytes(policy, widths, tokens, element_bytes=element_bytes)
-    for offloader, num_bytes in zip(_offloaders(model), pools, strict=True):
+    for number, offloader in enumerate(_offloaders(model)):
         if offloader is not None:
-            offloader.reserve(num_bytes)
+            # Not the device of the weights: `parallel.offload` keeps them in host memory.
+            element_bytes = 2 if offloader.device.type == "cuda" else 4
+            offloader.reserve(pool_bytes(policy, widths, tokens, element_bytes=element_bytes)[number])
 
 
 def release_host_memory(model: Any) -> int:

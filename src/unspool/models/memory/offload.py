@@ -48,7 +48,7 @@ class Offloader:
         self._changed = Condition()  # guards the counts and `free`
         self._reserved = 0  # background threads pin blocks until there are this many
         self._pinning = 0  # blocks in `num_blocks` that they have not finished
-        self._device = device
+        self.device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._pending: deque[Stored] = deque()
 
@@ -97,7 +97,7 @@ class Offloader:
         if stored.on_device is not None or not stored.blocks:
             return
         # Allocated on the compute stream, which uses it, and freed after waiting for the copy.
-        tensor = torch.empty_strided(stored.shape, stored.stride, dtype=stored.dtype, device=self._device)
+        tensor = torch.empty_strided(stored.shape, stored.stride, dtype=stored.dtype, device=self.device)
         content = _as_bytes(tensor)
         with self._copy_stream():
             for block, piece in zip(stored.blocks, torch.split(content, self.block_bytes), strict=True):
@@ -174,7 +174,7 @@ class Offloader:
         if self._stream is None:
             yield
             return
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
             yield
 
@@ -183,7 +183,7 @@ class Offloader:
 
     def _wait(self, event: Any) -> None:
         if event is not None:
-            torch.cuda.current_stream(self._device).wait_event(event)
+            torch.cuda.current_stream(self.device).wait_event(event)
 
 
 def is_dense(tensor: Tensor) -> bool:

@@ -27,7 +27,7 @@ from unspool.studies.rope_trial.training import TrialTraining, bundled_text
 from unspool.studies.rope_trial.windows import MIN_WINDOWS, Windows, draw_windows, files_of, write_rest
 
 WINDOWS = 8
-TRAINING = "training"
+LOSSES, RESULT, TRAINING = "losses", "trial.json", "training"
 REST = "text.jsonl"  # documents to train on
 
 
@@ -98,9 +98,19 @@ def check_request(given: Request) -> Request:
         if path is not None:
             check_text(name, path)
     check_weights(request.model)
-    if request.folder.exists() and not request.folder.is_dir():
-        raise ConfigError(f"{request.folder} is a file; give another folder as `out`.")
+    _check_folder(request.folder)
     return request
+
+
+def _check_folder(folder: Path) -> None:
+    """Refuse a folder with other files than a trial's: a finished trial has its result, an interrupted one does not."""
+    if not folder.exists():
+        return
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is a file; give another folder as `out`.")
+    names = {path.name for path in folder.iterdir() if not path.name.startswith(".")}
+    if not (RESULT in names or names <= {LOSSES, TRAINING}):
+        raise ConfigError(f"{folder} exists and holds other files than a trial's; give a new folder as `out`.")
 
 
 def _size(value: int | str, name: str) -> int:

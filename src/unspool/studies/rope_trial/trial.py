@@ -19,6 +19,8 @@ from unspool.studies.rope_trial.candidates import Candidate
 from unspool.studies.rope_trial.losses import file_name, measure, read_losses
 from unspool.studies.rope_trial.ranking import range_edges, rank
 from unspool.studies.rope_trial.request import (
+    LOSSES,
+    RESULT,
     WINDOWS,
     Request,
     build_training,
@@ -33,7 +35,6 @@ from unspool.studies.rope_trial.windows import Windows, files_of
 
 logger = logging.getLogger(__name__)
 
-LOSSES, RESULT = "losses", "trial.json"
 UNCHANGED = "unchanged"
 
 

@@ -43,33 +43,27 @@ def parallelize(
     memory: MemoryPolicy | None = None,
     fuse: bool = False,
 ) -> Any:
-    """Set up `model` in place for several ranks, with its weights or on the meta device (fsdp.py).
+    """Set up `model` in place for several ranks: with its weights on the CPU, or on the meta device (fsdp.py).
 
-    The order matters. Exchanges are inside recomputed regions, so that recomputation repeats them. Compiled parts are
+    Weights move to the device of `mesh` when they are sharded, layer by layer, so no rank has all of them there. The
+    order matters. Exchanges are inside recomputed regions, so that recomputation repeats them. Compiled parts are
     inside both. FSDP's hooks are outermost, so that weights are gathered whenever a layer runs.
     """
-    memory = memory or MemoryPolicy()
-    _refuse_without_weights(model, memory, fuse=fuse)
+    memory, device = memory or MemoryPolicy(), _device_of(mesh)
     apply_sequence(model, mesh)
     if fuse:
-        fuse_parts(model)
-    apply_memory(model, memory)
+        fuse_parts(model, device=device)
+    apply_memory(model, memory, device=device)
     if mesh.size() > 1:
         apply_fsdp(model, mesh, offload=config.offload, layers_together=memory.layers_per_checkpoint)
     return model
 
 
-def _refuse_without_weights(model: Any, memory: MemoryPolicy, *, fuse: bool) -> None:
-    """Refuse settings that need the weights, or their device, when they are applied."""
-    settings = {
-        "mlp_tiles": memory.mlp_tiles,
-        "offload": memory.offload,
-        "keep_on_host": memory.keep_on_host,
-        "compile": fuse,
-    }
-    asked = [name for name, setting in settings.items() if setting]
-    if asked and next(model.parameters()).is_meta:
-        raise ConfigError(f"{asked[0]} needs the full weights, but they are read shard by shard; remove it.")
+def _device_of(mesh: DeviceMesh) -> torch.device:
+    """Return the device on which this rank computes, as FSDP chooses it."""
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
 
 
 def apply_sequence(model: Any, mesh: DeviceMesh) -> None:
@@ -131,12 +125,10 @@ def load_sharded(
 
 
 def needs_full_weights(stage: StageConfig, rows: dict[str, Path]) -> bool:
-    """Return whether settings are tested on weights, or change full tensors."""
-    memory = stage.memory
-    tried = memory.mlp_tiles or memory.offload or memory.keep_on_host or stage.compile
+    """Return whether settings change full tensors, or keep shards in host memory."""
     knots = any((read_manifest(folder) or {}).get("counts", {}).get("added_tokens") for folder in rows.values())
     folded = stage.rope.needs_weights or stage.rope.attention_scale
-    return bool(tried or knots or stage.parallel.offload or folded)
+    return bool(knots or stage.parallel.offload or folded)
 
 
 def _can_load_sharded(folder: Path) -> bool:
@@ -156,7 +148,8 @@ def _can_load_sharded(folder: Path) -> bool:
 
 
 def _read(stage: StageConfig, folder: Path, mesh: DeviceMesh, device: torch.device) -> Any:
-    model = parallelize(build_empty(_config(folder)), mesh, stage.parallel, memory=stage.memory)
+    empty = build_empty(_config(folder))
+    model = parallelize(empty, mesh, stage.parallel, memory=stage.memory, fuse=stage.compile)
     load_shards(model, folder, device)
     if (folder / GENERATION).is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
