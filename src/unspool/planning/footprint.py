@@ -39,6 +39,7 @@ class StepSetup:
     policy: MemoryPolicy = field(default_factory=MemoryPolicy)
     optimizer: OptimizerConfig = field(default_factory=AdamWConfig)
     compiled: bool = True
+    fp8_layers: int = 0  # layers whose linear layers multiply in FP8
     # Tokens that run forward to weigh the labels of a micro-batch, and their summed squared lengths, on this rank.
     forward_only: tuple[float, float] = (0.0, 0.0)
     layout: Layout = ONE
@@ -225,11 +226,13 @@ class _MemoryCounter:
 
     def _mlp_peak(self) -> float:
         saved = self.attention_saved() + self.mlp_saved() + self.hidden
+        # Both gradients of the gate as one FP8 matrix, in both layouts. That FP8 saves less than bf16 is not counted.
+        casts = 4 * self.shape.intermediate if self.setup.fp8_layers else 0
         if self.policy.mlp_tiles:
             tile = min(1.0, self.policy.mlp_tiles / self.setup.tokens)
-            return saved + self.hidden + tile * (5 if self.setup.compiled else 6) * self.inner
+            return saved + self.hidden + tile * ((5 if self.setup.compiled else 6) * self.inner + casts)
         # The gradients of the gate, while their inputs are still alive.
-        return saved + 2 * self.inner
+        return saved + 2 * self.inner + casts
 
     def _norm_peak(self) -> float:
         """A norm that is not fused: its saved tensors, and five temporary ones in fp32."""
@@ -251,7 +254,9 @@ class _MemoryCounter:
         """Gradients of a layer's weights before accumulation; tiles sum them in fp32 first."""
         mlp = 3 * self.shape.hidden * self.shape.intermediate
         largest = self.shape.hidden * self.shape.intermediate
-        return (self.element + FULL) * mlp if self.policy.mlp_tiles else self.element * largest
+        # FP8 computes the gradients of both weights of the gate at once, with an FP8 copy of the weights.
+        fp8 = (self.element + 2) * largest if self.setup.fp8_layers else 0.0
+        return fp8 + ((self.element + FULL) * mlp if self.policy.mlp_tiles else self.element * largest)
 
     # Kept for the backward pass
 
