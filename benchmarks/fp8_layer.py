@@ -21,7 +21,7 @@ from torch import Tensor
 
 from unspool.core.sizes import format_count, parse_size
 from unspool.models.fp8.linear import products
-from unspool.models.fp8.operands import largest_value, round_to_fp8
+from unspool.models.fp8.operands import largest_value, round_gradients, round_to_fp8
 
 # Inputs of the linear layers, and the outputs of those that share an input.
 LAYER = {
@@ -105,8 +105,8 @@ def run(way: Way, hidden: Tensor, weights: tuple[Tensor, ...], grads: tuple[Tens
 def casts(hidden: Tensor, weights: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
     round_to_fp8((hidden[0],))
     weight = round_to_fp8(weights, columns=False)
-    round_to_fp8(tuple(grad[0] for grad in grads), side_by_side=True)
-    round_to_fp8(weights, rows=False, amax=weight.amax)
+    gradients = round_gradients(tuple(grad[0] for grad in grads), rows=True, columns=True)
+    round_to_fp8(weights, rows=False, amax=weight.amax, divisors=gradients.divisors)
 
 
 @torch.no_grad()

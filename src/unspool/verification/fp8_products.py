@@ -1,11 +1,12 @@
 """Promise 6: with `precision: fp8`, linear layers compute products of rounded operands, forward and backward.
 
 The reference rounds every operand in plain torch, with one scale from the operand's own largest value, and multiplies
-in float64. Every product of a small model is compared twice, the second time with inputs and gradients of another size,
+in float64. Joined gradients differ in scale by powers of 2, and the weights that they multiply by the reciprocals. Every product of a small model is compared twice, the second time with inputs and gradients of another size,
 so that a scale kept from the first time shows. Layouts that are swapped, scales that are missing or applied twice, and
 parts of joined products in a wrong order are errors above 10%; operands that are not rounded are an error near 3%.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -38,7 +39,8 @@ def check_fp8(case: Case) -> list[Measured]:
     for size, grad_size in SIZES:
         for linears in groups:
             hidden = size * torch.randn(1, TOKENS, linears[0].in_features, generator=generator)
-            grads = [grad_size * torch.randn(1, TOKENS, each.out_features, generator=generator) for each in linears]
+            grads = [torch.randn(1, TOKENS, each.out_features, generator=generator) for each in linears]
+            grads = [grad_size * 0.01**number * grad for number, grad in enumerate(grads)]
             found = _errors(linears, hidden.to(case.device, dtype), [each.to(case.device, dtype) for each in grads])
             worst = {name: max(worst[name], found[name]) for name in QUANTITIES}
     tolerance = BF16 if case.dtype == "bf16" else FP32
@@ -69,10 +71,12 @@ def _errors(linears: Sequence[nn.Linear], hidden: Tensor, grads: Sequence[Tensor
     to_hidden, *to_weights = torch.autograd.grad(outputs, (hidden, *weights), grads)
     with torch.no_grad():
         (given,) = _rounded([hidden[0]])
-        weight, grad = _rounded(weights), _rounded([each[0] for each in grads])
+        divisors = _powers_of_two(grads)
+        weight, divided = _rounded(weights), _rounded(weights, divisors)
+        grad = _rounded([each[0] for each in grads], [1 / divisor for divisor in divisors])
         biases = [0.0 if linear.bias is None else linear.bias.cpu().double() for linear in linears]
         wanted_outputs = [given @ each.t() + bias for each, bias in zip(weight, biases, strict=True)]
-        wanted_hidden = sum(one @ other for one, other in zip(grad, weight, strict=True))
+        wanted_hidden = sum(one @ other for one, other in zip(grad, divided, strict=True))
         wanted_weights = [each.t() @ given for each in grad]
         return {
             "output": max(map(_relative, outputs, wanted_outputs)),
@@ -81,11 +85,19 @@ def _errors(linears: Sequence[nn.Linear], hidden: Tensor, grads: Sequence[Tensor
         }
 
 
-def _rounded(matrices: Sequence[Tensor]) -> list[Tensor]:
-    """Round matrices to FP8 with the scale of the largest value of all of them; float64, on the CPU."""
+def _rounded(matrices: Sequence[Tensor], divisors: Sequence[float] | None = None) -> list[Tensor]:
+    """Round matrices to FP8 with the scale of the largest value of all, times `divisors`; float64, on the CPU."""
     on_cpu = [each.detach().cpu().float() for each in matrices]
     factor = torch.tensor(448.0) / torch.stack([each.abs().max() for each in on_cpu]).max()
-    return [(each * factor).to(torch.float8_e4m3fn).double() / factor.double() for each in on_cpu]
+    factors = [factor / divisor for divisor in divisors or [1.0] * len(on_cpu)]
+    pairs = zip(on_cpu, factors, strict=True)
+    return [(each * own).to(torch.float8_e4m3fn).double() / own.double() for each, own in pairs]
+
+
+def _powers_of_two(grads: Sequence[Tensor]) -> list[float]:
+    """Return how many times smaller each gradient is than the largest, rounded down to a power of 2."""
+    sizes = [float(grad.abs().max()) for grad in grads]
+    return [2.0 ** math.floor(math.log2(max(sizes) / size)) for size in sizes]
 
 
 def _relative(found: Tensor, wanted: Tensor) -> float:

@@ -9,7 +9,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from unspool.models.fp8.operands import E4M3, LEAST, LIMIT, multiply, reference_cast, round_to_fp8
+from unspool.models.fp8.operands import E4M3, LEAST, LIMIT, multiply, reference_cast, round_gradients, round_to_fp8
 
 
 def random(*shape, seed=0, size=1.0, dtype=torch.float32):
@@ -47,9 +47,28 @@ def test_matrices_are_joined_with_one_scale():
     below = round_to_fp8((first, second))
     assert same_bits(below.rows, reference_cast(torch.cat((first, second)), second.abs().max()[None]))
     assert same_bits(below.columns, below.rows.t().contiguous())
-    beside = round_to_fp8((first.t(), second.t().contiguous()), side_by_side=True)
-    assert same_bits(beside.rows, below.columns)
-    assert same_bits(beside.columns, below.rows)
+
+
+def test_gradients_of_any_size_keep_their_digits():
+    parts = [random(32, 16), random(32, 48, seed=1, size=1e-6), torch.zeros(32, 16)]
+    found = round_gradients(parts, rows=True, columns=True)
+    assert same_bits(found.rows.t().contiguous(), torch.cat(found.columns))
+    for part, columns, divisor in zip(parts, found.columns, found.divisors, strict=True):
+        assert float(divisor).hex().startswith("0x1.0000000000000p"), "not a power of 2"
+        back = columns.t().float() * (found.scale / divisor)
+        assert (back - part).norm() <= 0.04 * part.norm()
+    assert 2**18 < found.divisors[1] < 2**22
+    assert round_gradients([torch.zeros(16, 16)], rows=True, columns=True).scale.isfinite()
+
+
+def test_divided_weights_keep_their_digits():
+    """So that the gradient of an input is one product of gradients with different scales."""
+    matrix = random(32, 16)
+    whole, divided = round_to_fp8((matrix,)), round_to_fp8((matrix,), divisors=[torch.tensor([16.0])])
+    assert torch.equal(whole.scale, divided.scale)
+    normal = divided.rows.float().abs() >= 2**-6
+    assert normal.float().mean() > 0.8
+    assert torch.equal(whole.rows.float()[normal] / 16, divided.rows.float()[normal])
 
 
 def test_layouts_that_are_not_written_take_no_memory():

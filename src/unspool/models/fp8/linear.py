@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from unspool.models.checks import layers_of
-from unspool.models.fp8.operands import MULTIPLE, Operand, multiply, multiply_fast, round_to_fp8
+from unspool.models.fp8.operands import MULTIPLE, Operand, multiply, multiply_fast, round_gradients, round_to_fp8
 from unspool.models.fp8.support import refuse_model, shared_inputs
 from unspool.models.memory import kept
 from unspool.models.memory.passes import saves_nothing
@@ -121,15 +121,15 @@ class _Multiply(torch.autograd.Function):
         ctx.saved = None
         wants_hidden, wants_weights = ctx.wanted
         flat = [_dense(each.reshape(-1, each.shape[-1])) for each in grads]
-        grad = round_to_fp8(flat, rows=wants_hidden, columns=wants_weights, side_by_side=True)
-        to_hidden, to_weights = None, [None] * len(weights)
+        grad = round_gradients(flat, rows=wants_hidden, columns=wants_weights)
+        to_hidden = None
         if wants_hidden:
-            weight = round_to_fp8(weights, rows=False, amax=weight_amax)
+            weight = round_to_fp8(weights, rows=False, amax=weight_amax, divisors=grad.divisors)
             product = multiply(grad.rows, grad.scale, weight.columns, weight.scale, dtype=grads[0].dtype)
             to_hidden = product.reshape(ctx.shape)
-        if wants_weights:
-            product = multiply(grad.columns, grad.scale, columns, scale, dtype=weights[0].dtype)
-            parts = product.split([len(each) for each in weights])
-            wanted = ctx.needs_input_grad[5:]
-            to_weights = [part if needs else None for part, needs in zip(parts, wanted, strict=True)]
+        wanted = zip(grad.columns, grad.divisors, weights, ctx.needs_input_grad[5:], strict=True)
+        to_weights = [
+            multiply(part, grad.scale / divisor, columns, scale, dtype=each.dtype) if needs else None
+            for part, divisor, each, needs in wanted
+        ]
         return to_hidden, None, None, None, None, *to_weights
