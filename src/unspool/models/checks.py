@@ -156,7 +156,7 @@ def layers_of(model: Any) -> list[nn.Module]:
     if not isinstance(layers, nn.ModuleList):
         raise ConfigError(
             f"{type(model).__name__} does not keep its layers in `model.layers`, which memory settings and FP8 need; "
-            "remove activation_checkpointing, mlp_tiles, attention_heads_at_once and compile, and set precision to bf16."
+            "remove activation_checkpointing, mlp_tiles, attention_heads_at_once, compile and precision."
         )
     return list(layers)
 

@@ -1,9 +1,10 @@
 """Promise 6: with `precision: fp8`, linear layers compute products of rounded operands, forward and backward.
 
 The reference rounds every operand in plain torch, with one scale from the operand's own largest value, and multiplies
-in float64. Joined gradients differ in scale by powers of 2, and the weights that they multiply by the reciprocals. Every product of a small model is compared twice, the second time with inputs and gradients of another size,
-so that a scale kept from the first time shows. Layouts that are swapped, scales that are missing or applied twice, and
-parts of joined products in a wrong order are errors above 10%; operands that are not rounded are an error near 3%.
+in float64. Joined gradients differ in scale by powers of 2, and the weights that they multiply by the reciprocals.
+Every product of a small model is compared twice, the second time with inputs and gradients of another size, so that a
+scale kept from the first time shows. Layouts that are swapped, scales that are missing or applied twice, and parts of
+joined products in a wrong order are errors above 10%; operands that are not rounded are an error near 3%.
 """
 
 import math

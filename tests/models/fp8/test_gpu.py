@@ -1,6 +1,6 @@
 """FP8 on a GPU: casts equal torch on a CPU bit for bit, products equal rounded operands, and memory settings fit.
 
-    pytest -m gpu tests/models/fp8 -q
+pytest -m gpu tests/models/fp8 -q
 """
 
 import pytest

@@ -133,9 +133,9 @@ def test_eval_mode_and_short_inputs_compute_as_before():
 @pytest.mark.parametrize(
     ("family", "changes", "message"),
     [
-        ("llama", {"intermediate_size": 72}, r"layer 0 of LlamaForCausalLM has mlp.gate_proj of 64 × 72, .* of 16; set"),
-        ("Mixtral", {"num_local_experts": 2}, r"has no linear layer mlp\.\w+ \(models with experts are not supported\)"),
-        ("Phi3", {"pad_token_id": 0}, r"layer 0 of Phi3ForCausalLM has no linear layer self_attn.q_proj .*; set precision to bf16"),
+        ("llama", {"intermediate_size": 72}, r"layer 0 of Llama\w+ has mlp.gate_proj of 64 × 72, .* of 16; set"),
+        ("Mixtral", {"num_local_experts": 2}, r"no linear layer mlp\.\w+ \(models with experts are not supported\)"),
+        ("Phi3", {"pad_token_id": 0}, r"layer 0 of Phi3\w+ has no linear layer self_attn.q_proj .*; set"),
     ],
 )
 def test_models_that_do_not_fit_are_refused(family, changes, message):

@@ -46,9 +46,10 @@ class SharedInput:
         self._linears = tuple(linears)
         self._input: Any = None
         self._parts: dict[int, Tensor] = {}
+        # Autograd functions with Triton kernels and a cache are no code to compile.
+        forward: Any = torch.compiler.disable(self.forward)  # type: ignore[no-untyped-call]
         for number, linear in enumerate(linears):
-            # Autograd functions with Triton kernels and a cache are no code to compile.
-            linear.forward = partial(torch.compiler.disable(self.forward), number)
+            linear.forward = partial(forward, number)  # type: ignore[method-assign]
 
     def forward(self, number: int, hidden: Tensor) -> Tensor:
         linear = self._linears[number]
@@ -67,9 +68,7 @@ def products(hidden: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
     has_grad = torch.is_grad_enabled()
     wants_weights = has_grad and any(weight.requires_grad for weight in weights)
     with torch.no_grad():
-        given = round_to_fp8(
-            (_dense(flat),), rows=not kept.replays(), columns=wants_weights and not saves_nothing()
-        )
+        given = round_to_fp8((_dense(flat),), rows=not kept.replays(), columns=wants_weights and not saves_nothing())
         weight = round_to_fp8([each.detach() for each in weights], rows=not kept.replays(), columns=False)
     if not has_grad:
         return _joined(hidden, given, weight, weights)
@@ -83,7 +82,7 @@ def products(hidden: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 def _joined(hidden: Tensor, given: Operand, weight: Operand, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
     out = multiply_fast(given.rows, given.scale, weight.rows, weight.scale, dtype=hidden.dtype)
-    parts = out.split([len(each) for each in weights], dim=1)
+    parts = torch.split(out, [len(each) for each in weights], dim=1)
     return tuple(part.reshape(*hidden.shape[:-1], -1) for part in parts)
 
 

@@ -1,8 +1,9 @@
 """Operands of matrix products in FP8 (E4M3), and the product itself.
 
-Every operand gets one scale, from its own largest value in the current pass. Three products of a linear layer need both layouts of each
-operand, because FP8 units multiply rows by rows: the forward pass reads the input and the weight by rows, the input's
-gradient reads the weight by columns, and the weight's gradient reads the input and the output's gradient by columns.
+Every operand gets one scale, from its own largest value in the current pass. Three products of a linear layer need
+both layouts of each operand, because FP8 units multiply rows by rows: the forward pass reads the input and the weight
+by rows, the input's gradient reads the weight by columns, and the weight's gradient reads the input and the output's
+gradient by columns.
 Several matrices are cast into one, so that products with the same input are one product. On a CPU, torch casts.
 """
 
@@ -79,7 +80,7 @@ def round_gradients(matrices: Sequence[Tensor], *, rows: bool, columns: bool) ->
     divisors = tuple(_power_of_two(amax / torch.maximum(own, amax * LEAST_SHARE)) for own in each)
     for matrix, divisor, part in zip(matrices, divisors, _parts(sizes), strict=True):
         _cast(matrix, amax / divisor, by_rows[:, part] if rows else None, by_columns[part] if columns else None)
-    return Gradients(by_rows, by_columns.split(sizes), divisors, amax / _limit(amax))
+    return Gradients(by_rows, torch.split(by_columns, sizes), divisors, amax / _limit(amax))
 
 
 def _power_of_two(ratio: Tensor) -> Tensor:
