@@ -196,15 +196,27 @@ class _MemoryCounter:
         """Bytes per token saved for the backward pass of attention and its norm."""
         norm = 2 * self.hidden if self.policy.mlp_tiles else self._norm_saved()
         copies = 1 + (self.setup.layout.ulysses > 1) + (self._in_parts > 1)
-        return norm + self.queries + 2 * self.keys + copies * self.queries + self._sums
+        saved = norm + self.queries + 2 * self.keys + copies * self.queries + self._sums
+        # FP8 saves the inputs of products in one byte, and the joined queries, keys and values stay with the values.
+        fp8 = self.queries + self.keys + self.queries / self.element - self._rounded(self.shape.hidden)
+        return saved + self._fp8_share * fp8
 
     def mlp_saved(self) -> float:
         """Bytes per token saved for the backward pass of the MLP and its norm."""
         if self.policy.mlp_tiles:
             return 2 * self.hidden
+        fp8 = self._fp8_share * self._rounded(self.shape.hidden + self.shape.intermediate)
         if self.setup.compiled:
-            return 2 * self.hidden + 3 * self.inner
-        return self._norm_saved() + 4 * self.inner
+            return 2 * self.hidden + 3 * self.inner - fp8
+        return self._norm_saved() + 4 * self.inner - fp8
+
+    @property
+    def _fp8_share(self) -> float:
+        return self.setup.fp8_layers / self.shape.num_layers
+
+    def _rounded(self, width: int) -> float:
+        """Return how many bytes per token the inputs of products save less in FP8 than in the computing dtype."""
+        return (self.element - 1) * width
 
     def _norm_saved(self) -> float:
         """Bytes per token that a norm saves: input and result; if not fused, also its scaled input, in bf16 twice."""
@@ -226,13 +238,11 @@ class _MemoryCounter:
 
     def _mlp_peak(self) -> float:
         saved = self.attention_saved() + self.mlp_saved() + self.hidden
-        # Both gradients of the gate as one FP8 matrix, in both layouts. That FP8 saves less than bf16 is not counted.
-        casts = 4 * self.shape.intermediate if self.setup.fp8_layers else 0
         if self.policy.mlp_tiles:
             tile = min(1.0, self.policy.mlp_tiles / self.setup.tokens)
-            return saved + self.hidden + tile * ((5 if self.setup.compiled else 6) * self.inner + casts)
-        # The gradients of the gate, while their inputs are still alive.
-        return saved + 2 * self.inner + casts
+            return saved + self.hidden + tile * (5 if self.setup.compiled else 6) * self.inner
+        # The gradients of the gate, while their inputs are still alive. FP8 casts them later, in the memory of the inputs.
+        return saved + 2 * self.inner
 
     def _norm_peak(self) -> float:
         """A norm that is not fused: its saved tensors, and five temporary ones in fp32."""
