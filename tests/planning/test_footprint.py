@@ -107,7 +107,7 @@ def test_fp8_holds_what_is_alive(changes, monkeypatch):
     monkeypatch.setattr(operands, "largest_value", largest_of_a_few_rows_at_once)
     found, small = tracked_peak(BF16 | changes | {"precision": "fp8"}, tokens=512)
     held = replace(held_of(changes, 512), fp8_layers=small.num_layers)
-    assert footprint(small, held).device == pytest.approx(found, rel=0.03), footprint(small, held)
+    assert footprint(small, held).device == pytest.approx(found, rel=0.04), footprint(small, held)
     assert footprint(small, replace(held, fp8_layers=0)).device != footprint(small, held).device
 
 

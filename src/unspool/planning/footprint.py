@@ -241,7 +241,7 @@ class _MemoryCounter:
         if self.policy.mlp_tiles:
             tile = min(1.0, self.policy.mlp_tiles / self.setup.tokens)
             return saved + self.hidden + tile * (5 if self.setup.compiled else 6) * self.inner
-        # The gradients of the gate, while their inputs are still alive. FP8 casts them later, in the memory of the inputs.
+        # The gradients of the gate, while their inputs are still alive. FP8 casts them when the inputs are gone.
         return saved + 2 * self.inner
 
     def _norm_peak(self) -> float:

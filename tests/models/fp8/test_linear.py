@@ -130,6 +130,16 @@ def test_eval_mode_and_short_inputs_compute_as_before():
     assert not torch.equal(model(input_ids=IDS).logits, plain(input_ids=IDS).logits)
 
 
+def test_a_copy_has_weights_of_its_own():
+    model = build()
+    use_fp8(model)
+    copied, wanted = copy.deepcopy(model), gradients(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    assert largest_error(gradients(copied), wanted) == 0
+
+
 @pytest.mark.parametrize(
     ("family", "changes", "message"),
     [

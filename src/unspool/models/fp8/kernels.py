@@ -2,7 +2,9 @@
 """Casts to FP8 as Triton kernels: the largest absolute value, and one pass that writes a matrix and its transpose.
 
 Separate casts and transposes read bf16 twice and take as long as FP8 products save. Each tile is read once here, and
-both layouts are written as whole lines. Divisions round as IEEE demands, so results equal those of torch bit for bit.
+both layouts are written as whole lines. Divisions round as IEEE demands, so results equal those of torch bit for bit
+from compute capability 9.0 on. On 8.9, Triton rounds to fp16 first, so that a value near the middle of two can go to
+the other one.
 """
 
 import triton

@@ -12,7 +12,7 @@ layer stops before its last product, as with `F.linear`.
 
 import weakref
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -46,10 +46,8 @@ class SharedInput:
         self._linears = tuple(linears)
         self._input: Any = None
         self._parts: dict[int, Tensor] = {}
-        # Autograd functions with Triton kernels and a cache are no code to compile.
-        forward: Any = torch.compiler.disable(self.forward)  # type: ignore[no-untyped-call]
         for number, linear in enumerate(linears):
-            linear.forward = partial(forward, number)  # type: ignore[method-assign]
+            linear.forward = partial(_uncompiled(), self, number)  # type: ignore[method-assign]
 
     def forward(self, number: int, hidden: Tensor) -> Tensor:
         linear = self._linears[number]
@@ -60,6 +58,12 @@ class SharedInput:
             self._input, self._parts = weakref.ref(hidden), dict(enumerate(parts))
         part = self._parts.pop(number)
         return part if linear.bias is None else part + linear.bias
+
+
+@cache
+def _uncompiled() -> Any:
+    """Return `SharedInput.forward` as a function that is not compiled: it has Triton kernels and a cache."""
+    return torch.compiler.disable(SharedInput.forward)  # type: ignore[no-untyped-call]
 
 
 def products(hidden: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:

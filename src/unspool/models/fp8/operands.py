@@ -77,10 +77,16 @@ def round_gradients(matrices: Sequence[Tensor], *, rows: bool, columns: bool) ->
     by_columns = _allocate(matrices[0], shape[::-1], is_written=columns)
     each = [largest_value([matrix]) for matrix in matrices]
     amax = _at_least(torch.stack(each).amax(dim=0))
-    divisors = tuple(_power_of_two(amax / torch.maximum(own, amax * LEAST_SHARE)) for own in each)
+    divisors = _divisors(amax, each)
     for matrix, divisor, part in zip(matrices, divisors, _parts(sizes), strict=True):
         _cast(matrix, amax / divisor, by_rows[:, part] if rows else None, by_columns[part] if columns else None)
     return Gradients(by_rows, torch.split(by_columns, sizes), divisors, amax / _limit(amax))
+
+
+def _divisors(amax: Tensor, each: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    if len(each) == 1:
+        return (torch.ones_like(amax),)
+    return tuple(_power_of_two(amax / torch.maximum(own, amax * LEAST_SHARE)) for own in each)
 
 
 def _power_of_two(ratio: Tensor) -> Tensor:
