@@ -2,11 +2,10 @@
 
     python benchmarks/fp8_layer.py [--tokens 64K 8K] [--save]
 
-bf16: `F.linear`, as in training. FP8: `fp8_model.py`, one scale per operand from its own largest value; products
-with the same input are one product. E5M2 gradients have more range and fewer digits. "casts" is the part of FP8's time
-in which nothing is multiplied, "maxima" the part of the casts in which largest values are found. Errors are relative
-to bf16 on random data, so they say nothing about training. The shape is that of Llama-3-8B. FP8 is not part of the
-product. `--small` is a tiny shape on a CPU.
+bf16: `F.linear`, as in training. FP8: the products of `precision: fp8` (src/unspool/models/fp8). "casts" is the part of
+FP8's time in which nothing is multiplied, "maxima" the part of the casts in which largest values are found. Errors are
+relative to bf16 on random data, so they say nothing about training. The shape is that of Llama-3-8B. `--small` is a
+tiny shape on a CPU.
 """
 
 import argparse
@@ -17,12 +16,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from fp8_model import JoinedProducts
-from fp8_operands import E4M3, E5M2, Cast, largest_value
 from gpu import machine, milliseconds, require_gpu, save
 from torch import Tensor
 
 from unspool.core.sizes import format_count, parse_size
+from unspool.models.fp8.linear import products
+from unspool.models.fp8.operands import largest_value, round_gradients, round_to_fp8
 
 # Inputs of the linear layers, and the outputs of those that share an input.
 LAYER = {
@@ -40,12 +39,11 @@ def plain(hidden: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
     return tuple(F.linear(hidden, weight) for weight in weights)
 
 
-def fp8(hidden: Tensor, *weights: Tensor, grad_dtype: torch.dtype = E4M3) -> tuple[Tensor, ...]:
-    found: tuple[Tensor, ...] = JoinedProducts.apply(hidden, grad_dtype, False, *weights)  # type: ignore[no-untyped-call]
-    return found
+def fp8(hidden: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+    return products(hidden, weights)
 
 
-WAYS: dict[str, Way] = {"bf16": plain, "fp8": fp8, "fp8-e5m2": partial(fp8, grad_dtype=E5M2)}
+WAYS: dict[str, Way] = {"bf16": plain, "fp8": fp8}
 
 
 def main() -> None:
@@ -105,10 +103,10 @@ def run(way: Way, hidden: Tensor, weights: tuple[Tensor, ...], grads: tuple[Tens
 
 @torch.no_grad()
 def casts(hidden: Tensor, weights: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
-    Cast((hidden[0],))
-    weight = Cast(weights, columns=False)
-    Cast(tuple(grad[0] for grad in grads), E4M3, side_by_side=True)
-    Cast(weights, rows=False, amax=weight.amax)
+    round_to_fp8((hidden[0],))
+    weight = round_to_fp8(weights, columns=False)
+    gradients = round_gradients(tuple(grad[0] for grad in grads), rows=True, columns=True)
+    round_to_fp8(weights, rows=False, amax=weight.amax, divisors=gradients.divisors)
 
 
 @torch.no_grad()

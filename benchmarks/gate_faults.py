@@ -1,6 +1,6 @@
 """Plant faults and check that a part of the GPU gate fails because of each.
 
-    python benchmarks/gate_faults.py [--only kept-region mask optimizer-state]
+    python benchmarks/gate_faults.py [--only kept-region mask optimizer-state fp8-gradient]
 
 The product is unchanged: the part calls this file instead of `unspool`; it replaces a function of the product and then
 runs the command. The faults run in parallel. Exit code 1 if the gate misses one.
@@ -73,6 +73,14 @@ def lose_optimizer_state() -> None:
     Updater.load_optimizer = load  # type: ignore[method-assign]
 
 
+def swap_fp8_gradients() -> None:
+    """Return gradients of FP8 products with their rows in reverse order; scales alone would not matter to AdamW."""
+    from unspool.models.fp8 import linear
+
+    right = linear.multiply
+    linear.multiply = lambda *args, **options: right(*args, **options).flip(0)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Fault:
     plant: Callable[[], None]
@@ -84,6 +92,7 @@ FAULTS = {
     "kept-region": Fault(plant=call_sdpa_in_kept_region, part="8b-64k", reason="kept result"),
     "mask": Fault(plant=forget_documents, part="verify", reason="packing on"),
     "optimizer-state": Fault(plant=lose_optimizer_state, part="resume", reason="weights after a resume are off by"),
+    "fp8-gradient": Fault(plant=swap_fp8_gradients, part="fp8", reason="differ by up to"),
 }
 
 

@@ -13,7 +13,7 @@
   ProLong's mix (five rows of one document to three of short ones) takes it as long as 64K.
 - 8b-8x8k and the like, if asked for: what length costs (docs/results/cost.md); eight rows of 8K are one step.
 - peer-plain, if asked for: the peer without gradient checkpointing, which short rows do not need.
-- fp8, if asked for: the loop with `fp8_model.py`, an experiment.
+- fp8, if asked for: the loop with `precision: fp8`.
 - 8B at 64K and ProLong's mix differ only in their rows, so both are measured in one run.
 
 Ours has bf16 weights with stochastic rounding and 8-bit moments at 8B (Llama-3's shape) and fp32 masters at 135M

@@ -30,13 +30,13 @@ from cases import (
     write_model_files,
     write_recipe,
 )
-from fp8_model import use_fp8
 from gpu import machine, require_gpu
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from unspool.core.artifacts import digest
 from unspool.data.mixture import Mix
 from unspool.data.packing.store import open_rows
+from unspool.models.fp8.linear import use_fp8
 from unspool.models.fuse import fuse_parts
 from unspool.models.load import load_model
 from unspool.models.memory.checkpointing import apply_memory

@@ -227,7 +227,7 @@ def test_the_check_line_is_part_of_make_check() -> None:
 
 @pytest.mark.slow
 def test_every_part_passes_on_tiny_shapes() -> None:
-    parts = ["8b-64k", "8b-prolong", "8b-128k", "resume", "generation", "ruler", "verify"]
+    parts = ["8b-64k", "8b-prolong", "8b-128k", "resume", "fp8", "generation", "ruler", "verify"]
     done = subprocess.run(
         [sys.executable, GATE, "--small", "--only", *parts], stdout=subprocess.PIPE, text=True, check=False, cwd=ROOT
     )
@@ -237,8 +237,8 @@ def test_every_part_passes_on_tiny_shapes() -> None:
 
 @pytest.mark.slow
 def test_planted_faults_are_seen() -> None:
-    """SDPA called in the kept region, a wrong mask, a resume without the optimizer's state: each for its own reason."""
+    """SDPA in the kept region, a wrong mask, no optimizer state, wrong gradients: each for its own reason."""
     command = [sys.executable, BENCHMARKS / "gate_faults.py", "--small"]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stdout
-    assert done.stdout.count("\nseen  ") + done.stdout.startswith("seen  ") == 3
+    assert done.stdout.count("\nseen  ") + done.stdout.startswith("seen  ") == 4

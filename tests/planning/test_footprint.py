@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from factory import build_stage
+from unspool.models.fp8 import operands
 from unspool.models.memory import checkpointing, offload
 from unspool.models.memory.policy import MemoryPolicy
 from unspool.planning import footprint as cost_memory
@@ -71,6 +72,43 @@ def test_the_fullest_moment_of_a_step_is_what_is_alive_then(changes, tokens, row
     found, small = tracked_peak(BF16 | changes, tokens=tokens, rows=rows, **shape)
     wanted = footprint(small, held_of(changes, tokens, rows))
     assert wanted.device == pytest.approx(found, rel=0.03), wanted
+
+
+def cast_a_few_rows_at_once(matrix, amax, rows, columns):
+    """A kernel needs no room for anything between."""
+    for start in range(0, len(matrix), TOKENS_AT_ONCE):
+        part = slice(start, start + TOKENS_AT_ONCE)
+        value = operands.reference_cast(matrix[part], amax)
+        if rows is not None:
+            rows[part].copy_(value)
+        if columns is not None:
+            columns[:, part].copy_(value.t())
+
+
+def largest_of_a_few_rows_at_once(matrices):
+    parts = [part for matrix in matrices for part in torch.split(matrix, TOKENS_AT_ONCE)]
+    return torch.stack([part.abs().max().float() for part in parts]).max()[None]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"compile": True},
+        {"activation_checkpointing": "full"},
+        {"activation_checkpointing": "full", "mlp_tiles": 64},
+        {"compile": True} | KEEP | {"keep_products": 2},
+    ],
+    ids=str,
+)
+def test_fp8_holds_what_is_alive(changes, monkeypatch):
+    monkeypatch.setattr(cost_memory, "WORKSPACE", 0)
+    monkeypatch.setattr(operands, "_cast", cast_a_few_rows_at_once)
+    monkeypatch.setattr(operands, "largest_value", largest_of_a_few_rows_at_once)
+    found, small = tracked_peak(BF16 | changes | {"precision": "fp8"}, tokens=512)
+    held = replace(held_of(changes, 512), fp8_layers=small.num_layers)
+    assert footprint(small, held).device == pytest.approx(found, rel=0.04), footprint(small, held)
+    assert footprint(small, replace(held, fp8_layers=0)).device != footprint(small, held).device
 
 
 @pytest.mark.parametrize(

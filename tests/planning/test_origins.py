@@ -15,8 +15,8 @@ from unspool.planning.recipe_plan import Plan, as_plain, plan_recipe
 from unspool.recipe.load import load_recipe
 
 
-def planned(gpu: str = "h200", count: int = 1, **given: Any) -> Plan:
-    return plan_recipe(load_recipe("prolong-64k"), Machine(gpu=find_gpu(gpu), count=count, **given))
+def planned(gpu: str = "h200", count: int = 1, overrides: tuple[str, ...] = (), **given: Any) -> Plan:
+    return plan_recipe(load_recipe("prolong-64k", overrides), Machine(gpu=find_gpu(gpu), count=count, **given))
 
 
 @pytest.fixture(scope="module")
@@ -121,3 +121,24 @@ def test_a_given_bandwidth_stays_when_the_other_changes() -> None:
 def test_impossible_bandwidths_are_refused(wrong: float) -> None:
     with pytest.raises(ConfigError, match=r"`inside=.*`: a bandwidth must be above 0 GB/s"):
         planned().on_links(inside=wrong)
+
+
+def test_fp8_is_modeled_because_no_step_was_measured() -> None:
+    plan = planned(overrides=("stages.0.precision=fp8", "stages.0.batch_tokens=64K"))
+    chosen = plan.stages[0].chosen
+    assert chosen is not None and chosen.stage.precision == "fp8"
+    assert set(number_origins(chosen, None).values()) == {MODELED}
+    assert set(number_origins(chosen, calibration(plan)).values()) == {MODELED}
+
+
+@pytest.mark.parametrize(
+    ("gpu", "count", "reason"),
+    [
+        ("a100", 1, "compute capability 8.9 or newer, and the NVIDIA A100 80GB is older; set precision to bf16"),
+        ("h200", 8, "precision fp8 is not supported on several devices yet; set it to bf16"),
+    ],
+)
+def test_a_plan_refuses_machines_without_fp8(gpu: str, count: int, reason: str) -> None:
+    plan = planned(gpu, count, ("stages.0.precision=fp8",))
+    assert not plan.fits
+    assert reason in str(plan.stages[0].problem)

@@ -1,5 +1,7 @@
 """Seconds that are computed against those that were measured on one H200, and what must hold of them."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -16,7 +18,7 @@ from unspool.planning.calibration import (
 )
 from unspool.planning.cost import GPUS, REFERENCE, find_gpu, match_gpu
 from unspool.planning.footprint import GIB, StepSetup
-from unspool.planning.step_time import Documents, device_speed, documents, flops_per_token, step_seconds
+from unspool.planning.step_time import FP8, Documents, device_speed, documents, flops_per_token, step_seconds
 from unspool.training.metrics.flops import count_flops
 from unspool.training.optim.config import AdamWConfig
 from unspool.training.parallel.config import Layout
@@ -153,3 +155,20 @@ def test_measuring_a_long_context_stays_short():
     assert measured_tokens(LLAMA_8B, stage, documents([512 * K]), REFERENCE) < 512 * K
     policy = MemoryPolicy(activation_checkpointing="keep-attention", keep_products=20, keep_on_host=9)
     assert (few_layers(policy, 32, 4).keep_products, few_layers(policy, 32, 4).keep_on_host) == (2, 1)
+
+
+def test_fp8_shortens_the_products_of_layers_and_nothing_else():
+    held = StepSetup(tokens=64 * K, policy=KEEP, **BF16)
+    rows = documents([64 * K])
+
+    def seconds(layers):
+        return step_seconds(LLAMA_8B, replace(held, fp8_layers=layers), rows, H200)
+
+    none, half, whole = seconds(0), seconds(16), seconds(32)
+    assert none.matmul / whole.matmul == pytest.approx(FP8)
+    assert half.matmul == pytest.approx((none.matmul + whole.matmul) / 2)
+    assert whole.recomputed < none.recomputed
+    same = ("attention", "between", "loss", "update", "waiting", "weighing")
+    assert [getattr(none, name) for name in same] == [getattr(whole, name) for name in same]
+    on_cpu = step_seconds(LLAMA_8B, replace(held, fp8_layers=32, on_cpu=True), rows, H200)
+    assert on_cpu.matmul == step_seconds(LLAMA_8B, replace(held, on_cpu=True), rows, H200).matmul

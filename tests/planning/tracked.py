@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from factory import build_model
 from training.parallel.cases import random_row
+from unspool.models.fp8.linear import use_fp8
 from unspool.models.fuse import _compiled_rotation, fuse_parts
 from unspool.models.memory import kept
 from unspool.models.memory.checkpointing import apply_memory
@@ -180,6 +181,8 @@ def tracked_peak(changes: dict[str, Any], *, tokens: int, rows: int = 1, **shape
         _compiled_rotation.cache_clear()
         with patch("torch.compile", _stand_in):
             fuse_parts(model)
+    if stage.precision == "fp8":
+        use_fp8(model)
     apply_memory(model, stage.memory)
     data: Any = {"long": [random_row((tokens,), number) for number in range(rows)]}
     work = build_step(stage, data, [[("long", number)] for number in range(rows)])

@@ -74,6 +74,20 @@ def test_arms_of_utk_differ_in_their_rows_or_their_positions_only():
     assert rows["mixed"].shares == rows["upsampling"].shares == rows["mixed-utk"].shares
 
 
+def test_arms_of_fp8_differ_in_precision_only_and_train_as_the_arm_abf():
+    found, (abf,) = recipes_of("fp8-small"), recipes_of("utk-small")["abf"].stages
+    assert {arm: recipe.stages[0].precision for arm, recipe in found.items()} == {"bf16": "bf16", "fp8": "fp8"}
+    assert [(run.arm, run.seed) for run in load_study("fp8-small").runs] == [
+        (arm, seed) for arm in ("bf16", "fp8") for seed in (0, 1, 2)
+    ]
+    books = recipes_of("utk-small")["abf"].datasets["books"]
+    for recipe in found.values():
+        assert [stage.model_dump(exclude={"precision"}) for stage in recipe.stages] == [
+            abf.model_dump(exclude={"precision"})
+        ]
+        assert recipe.datasets["books"] == books and recipe.evals == found["bf16"].evals
+
+
 def test_harpe_is_compared_with_one_base_at_the_mean_and_with_the_largest():
     found = recipes_of("harpe-small")
     assert {sum(stage.tokens for stage in recipe.stages) // (128 * K) for recipe in found.values()} <= {39, 40}

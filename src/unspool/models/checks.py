@@ -157,8 +157,8 @@ def layers_of(model: Any) -> list[nn.Module]:
     layers = getattr(model.base_model, "layers", None)
     if not isinstance(layers, nn.ModuleList):
         raise ConfigError(
-            f"{type(model).__name__} does not keep its layers in `model.layers`, which memory settings need; "
-            "remove activation_checkpointing, mlp_tiles, attention_heads_at_once and compile."
+            f"{type(model).__name__} does not keep its layers in `model.layers`, which memory settings and FP8 need; "
+            "remove activation_checkpointing, mlp_tiles, attention_heads_at_once, compile and precision."
         )
     return list(layers)
 

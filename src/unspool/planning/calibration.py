@@ -181,10 +181,19 @@ def _fixed_bytes(trial: Trial) -> float:
 
 
 def _small(stage: StageConfig, tokens: int, of: int, layers: int) -> StageConfig:
-    """Return the stage with one micro-batch and few layers."""
+    """Return the stage with one micro-batch and few layers, in bf16."""
     sizes = {"context_length": tokens, "micro_batch_tokens": None, "batch_tokens": tokens, "tokens": tokens}
     policy = few_layers(stage.memory, of, layers)
-    return stage.model_copy(update={**sizes, "mix": {"rows": 1.0}, "lr_overrides": {}, **vars(policy)})
+    return stage.model_copy(
+        update={
+            **sizes,
+            "mix": {"rows": 1.0},
+            "lr_overrides": {},
+            "precision": "bf16",
+            "bf16_layers": 0,
+            **vars(policy),
+        }
+    )
 
 
 def _trial(shape: Shape, small: StageConfig, lens: list[int], gpu: Gpu, device: torch.device) -> Trial:

@@ -119,6 +119,10 @@ class Gpu:
     is_cpu: bool = False  # computes in fp32, with rates measured on this machine
 
     @property
+    def has_fp8(self) -> bool:
+        return self.name not in WITHOUT_FP8
+
+    @property
     def rates(self) -> str:
         return f"fp32 matrix products {1000 * self.tflops:,.0f} GFLOP/s, memory {1000 * self.bandwidth:,.0f} GB/s"
 
@@ -127,6 +131,8 @@ class Gpu:
         return self.gib * GIB
 
 
+# Older than compute capability 8.9.
+WITHOUT_FP8 = ("a100", "a100-40", "a6000", "3090")
 _ALL = (
     Gpu(name="h200", title="NVIDIA H200", gib=139.8, tflops=989, bandwidth=4.8, link=450, host=50, measured=True),
     Gpu(name="h100", title="NVIDIA H100 80GB (SXM)", gib=79.1, tflops=989, bandwidth=3.35, link=450, host=50),

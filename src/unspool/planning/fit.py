@@ -120,12 +120,18 @@ def estimate(case: Case, stage: StageConfig) -> Estimate:
     problem = stage.loss.problem(stage.context_length, stage.parallel)
     if problem is not None:
         raise ConfigError(f"stage {stage.name}: {problem}.")
+    if stage.precision == "fp8" and not case.machine.gpu.has_fp8:
+        raise ConfigError(
+            f"stage {stage.name}: precision fp8 needs a GPU of compute capability 8.9 or newer, and the "
+            f"{case.machine.gpu.title} is older; set precision to bf16."
+        )
     setup = StepSetup(
         tokens=-(-stage.tokens_per_pass // layout.sequence_ranks),
         micro_batches=stage.batch_tokens // stage.tokens_per_pass // layout.data_ranks,
         policy=stage.memory,
         optimizer=stage.optimizer,
         compiled=stage.compile,
+        fp8_layers=max(0, case.shape.num_layers - 2 * stage.bf16_layers) if stage.precision == "fp8" else 0,
         forward_only=forward_only(stage, case.docs.of(stage.tokens_per_pass)),
         layout=layout,
         on_host=stage.parallel.offload and not is_single,

@@ -39,6 +39,7 @@ class StepSetup:
     policy: MemoryPolicy = field(default_factory=MemoryPolicy)
     optimizer: OptimizerConfig = field(default_factory=AdamWConfig)
     compiled: bool = True
+    fp8_layers: int = 0  # layers whose linear layers multiply in FP8
     # Tokens that run forward to weigh the labels of a micro-batch, and their summed squared lengths, on this rank.
     forward_only: tuple[float, float] = (0.0, 0.0)
     layout: Layout = ONE
@@ -190,15 +191,27 @@ class _MemoryCounter:
         """Bytes per token saved for the backward pass of attention and its norm."""
         norm = 2 * self.hidden if self.policy.mlp_tiles else self._norm_saved()
         copies = 1 + (self.setup.layout.ulysses > 1) + (self._in_parts > 1)
-        return norm + self.queries + 2 * self.keys + copies * self.queries + self._sums
+        saved = norm + self.queries + 2 * self.keys + copies * self.queries + self._sums
+        # FP8 saves the inputs of products in one byte, and the joined queries, keys and values stay with the values.
+        fp8 = self.queries + self.keys + self.queries / self.element - self._rounded(self.shape.hidden)
+        return saved + self._fp8_share * fp8
 
     def mlp_saved(self) -> float:
         """Bytes per token saved for the backward pass of the MLP and its norm."""
         if self.policy.mlp_tiles:
             return 2 * self.hidden
+        fp8 = self._fp8_share * self._rounded(self.shape.hidden + self.shape.intermediate)
         if self.setup.compiled:
-            return 2 * self.hidden + 3 * self.inner
-        return self._norm_saved() + 4 * self.inner
+            return 2 * self.hidden + 3 * self.inner - fp8
+        return self._norm_saved() + 4 * self.inner - fp8
+
+    @property
+    def _fp8_share(self) -> float:
+        return self.setup.fp8_layers / self.shape.num_layers
+
+    def _rounded(self, width: int) -> float:
+        """Return how many bytes per token the inputs of products save less in FP8 than in the computing dtype."""
+        return (self.element - 1) * width
 
     def _norm_saved(self) -> float:
         """Bytes per token that a norm saves: input and result; if not fused, also its scaled input, in bf16 twice."""
@@ -223,7 +236,7 @@ class _MemoryCounter:
         if self.policy.mlp_tiles:
             tile = min(1.0, self.policy.mlp_tiles / self.setup.tokens)
             return saved + self.hidden + tile * (5 if self.setup.compiled else 6) * self.inner
-        # The gradients of the gate, while their inputs are still alive.
+        # The gradients of the gate, while their inputs are still alive. FP8 casts them when the inputs are gone.
         return saved + 2 * self.inner
 
     def _norm_peak(self) -> float:
@@ -246,7 +259,9 @@ class _MemoryCounter:
         """Gradients of a layer's weights before accumulation; tiles sum them in fp32 first."""
         mlp = 3 * self.shape.hidden * self.shape.intermediate
         largest = self.shape.hidden * self.shape.intermediate
-        return (self.element + FULL) * mlp if self.policy.mlp_tiles else self.element * largest
+        # FP8 computes the gradients of both weights of the gate at once, with an FP8 copy of the weights.
+        fp8 = (self.element + 2) * largest if self.setup.fp8_layers else 0.0
+        return fp8 + ((self.element + FULL) * mlp if self.policy.mlp_tiles else self.element * largest)
 
     # Kept for the backward pass
 

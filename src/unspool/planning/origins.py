@@ -18,13 +18,14 @@ LEGEND = {
 
 def number_origins(chosen: Estimate, measured: Calibration | None) -> dict[str, str]:
     """Return the origin of each number of an estimate, by its path in `unspool plan --json`."""
-    computing = _computing(chosen.machine, measured)
+    is_fp8 = chosen.stage.precision == "fp8"
+    computing = MODELED if is_fp8 else _computing(chosen.machine, measured)
     parts = {part.name: computing for part in fields(StepSeconds)}
     # Between GPUs nothing is measured: not even that ranks need not wait.
     step = MODELED if chosen.machine.count > 1 else computing
     parts["waiting"] = step
     return {
-        "memory.device": MODELED if measured is None else FITTED,
+        "memory.device": MODELED if measured is None or is_fp8 else FITTED,
         "memory.host": MODELED,
         **{f"seconds.{name}": origin for name, origin in parts.items()},
         **dict.fromkeys(("seconds.step", "tokens_per_second", "hours", "gpu_hours", "mfu"), step),

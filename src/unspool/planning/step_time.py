@@ -27,6 +27,9 @@ ATTENTION = {64: (495e12, 435e12, 2.6e-11), 256: (593e12, 522e12, 1.08e-11)}
 # Seconds of `varlen_attn`, which computes windows, ÷ seconds at these rates; one document of 64K, full attention
 # (benchmarks/results/attention.json).
 WINDOW_KERNEL = {64: 1.47, 256: 1.68}
+# Seconds in bf16 ÷ seconds in FP8 of whole linear layers: forward, both gradients, all casts; Llama-3-8B's layer at 64K
+# tokens on one H200. Other widths were not measured, nor were whole steps.
+FP8 = 1.63
 BETWEEN = 3.0e12  # bytes per second of fused operators
 UNFUSED = 2.8  # times as long if not fused
 BACKWARD = 2.5  # operations of attention's backward pass ÷ its forward pass
@@ -180,7 +183,7 @@ class _StepTimer:
         tokens, squares = self.setup.forward_only
         if not tokens:
             return 0.0
-        setup = replace(self.setup, tokens=round(tokens), compiled=False)
+        setup = replace(self.setup, tokens=round(tokens), compiled=False, fp8_layers=0)
         docs = Documents(tokens=tokens, squares=squares, windows=self.docs.windows)
         passes = _StepTimer(self.shape, setup, docs, self.speed)
         layers = self.shape.num_layers * (passes.layer_products() + passes.between()[0]) + passes.attention()[0]
@@ -205,15 +208,21 @@ class _StepTimer:
         return forward / speed.compute, backward / speed.compute
 
     def layer_products(self) -> float:
-        """Seconds of the forward matrix products of one layer."""
+        """Seconds of the forward matrix products of one layer, as the mean over the layers."""
         norms = 2 * self.shape.hidden
-        return 2.0 * (self.shape.layer_params - norms) * self.setup.tokens / self.matmul
+        return self._fp8 * 2.0 * (self.shape.layer_params - norms) * self.setup.tokens / self.matmul
 
     def last_product(self) -> float:
         """Return seconds of the last product, which recomputation skips unless the MLP is tiled."""
         if self.setup.policy.mlp_tiles:
             return 0.0
-        return 2.0 * self.shape.hidden * self.shape.intermediate * self.setup.tokens / self.matmul
+        return self._fp8 * 2.0 * self.shape.hidden * self.shape.intermediate * self.setup.tokens / self.matmul
+
+    @property
+    def _fp8(self) -> float:
+        """Return seconds of the layers' products ÷ their seconds in bf16."""
+        share = 0.0 if self.setup.on_cpu else self.setup.fp8_layers / self.shape.num_layers
+        return 1 - share + share / FP8
 
     def between(self) -> tuple[float, float]:
         """Seconds of one layer's operators between matrix products, forward and backward."""

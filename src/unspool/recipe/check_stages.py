@@ -24,6 +24,7 @@ def check_stages(context: RunContext) -> None:
     """Raise ConfigError for the first stage that does not fit, with its name."""
     if not context.recipe.stages:
         return
+    _check_device(context)
     try:
         models = {BASE: _build(context.model)}
         previous = BASE
@@ -35,6 +36,18 @@ def check_stages(context: RunContext) -> None:
         raise
     except Exception as error:  # of any type: architectures differ, and the stage itself is checked when it starts
         logger.debug(f"stages are not checked before they start: {error!r}")
+
+
+def _check_device(context: RunContext) -> None:
+    """Refuse FP8 on a device that has no FP8 products."""
+    stages = [stage.name for stage in context.recipe.stages if stage.precision == "fp8"]
+    if stages and context.ranks is not None:
+        from unspool.models.fp8.support import refuse_device
+
+        try:
+            refuse_device(context.ranks.device)
+        except ConfigError as error:
+            raise ConfigError(f"stage {stages[0]}: {error}") from error
 
 
 def _build(ref: str | NewModel) -> Any:
@@ -63,6 +76,7 @@ def _build(ref: str | NewModel) -> Any:
 
 def _apply(stage: StageConfig, model: Any) -> Any:
     """Apply the settings of a stage that can be checked without weights; return the model for later stages."""
+    from unspool.models.fp8.support import refuse_model
     from unspool.models.rotary import apply_head_bases, apply_rope, rope_shape
     from unspool.training.optim.updater import build_updater
 
@@ -76,6 +90,8 @@ def _apply(stage: StageConfig, model: Any) -> Any:
             # Folding a gain into weights computes with them.
             apply_rope(model, stage.rope.model_copy(update={"attention_scale": None}), stage.context_length)
         stage.memory.check_layers(len(model.base_model.layers))
+        if stage.precision == "fp8":
+            refuse_model(model, stage.bf16_layers)
         build_updater(stage, copy.deepcopy(model))
     except ConfigError as error:
         where = f"stage {stage.name}: "

@@ -14,6 +14,8 @@ from unspool.training.losses.config import AnyLoss, UniformLoss
 from unspool.training.optim.config import AdamWConfig, AnyOptimizer
 from unspool.training.parallel.config import ParallelConfig
 
+# FP8 units multiply matrices whose sides are multiples of this.
+FP8_MULTIPLE = 16
 TrackerName = Literal["tensorboard", "wandb"]
 
 
@@ -185,6 +187,16 @@ class StageConfig(Config):
     optimizer: AnyOptimizer = Field(
         AdamWConfig(), description="Optimizer, and the precision of its weights and states."
     )
+    precision: Literal["bf16", "fp8"] = Field(
+        "bf16",
+        description="Precision of matrix products on a GPU. `fp8` rounds the operands of the layers' linear layers to "
+        "FP8 (E4M3) with one scale each, forward and backward; weights keep the precision of `optimizer`, and "
+        "attention, embeddings and head stay in bf16. Needs one GPU of compute capability 8.9 or newer. A CPU computes "
+        "bf16 as fp32, and fp8 with the same rounding, slowly, for tests.",
+    )
+    bf16_layers: int = Field(
+        0, ge=0, description="Number of first and of last layers that stay in bf16 with `precision: fp8`."
+    )
     optimizer_state: Literal["keep", "reset"] = Field(
         "keep", description="Keep or reset the optimizer state of the stage that this one starts from."
     )
@@ -331,6 +343,28 @@ class StageConfig(Config):
             raise ValueError(str(error)) from error
         return self
 
+    @model_validator(mode="after")
+    def _check_precision(self) -> "StageConfig":
+        problem = self._fp8_problem() if self.precision == "fp8" else None
+        if self.precision != "fp8" and self.bf16_layers:
+            problem = "bf16_layers counts layers without FP8, so it needs precision fp8; set it, or remove bf16_layers"
+        if problem is not None:
+            raise ValueError(problem)
+        return self
+
+    def _fp8_problem(self) -> str | None:
+        if self.attention_distillation is not None:
+            return "precision fp8 cannot be combined with attention_distillation; remove one of them"
+        for name in ("context_length", "mlp_tiles"):
+            tokens = getattr(self, name)
+            if tokens is not None and tokens % FP8_MULTIPLE:
+                better = max(1, tokens // FP8_MULTIPLE) * FP8_MULTIPLE
+                return (
+                    f"precision fp8 needs a {name} that is a multiple of {FP8_MULTIPLE} tokens; set it to {better}, or "
+                    "precision to bf16"
+                )
+        return None
+
     @property
     def memory(self) -> MemoryPolicy:
         return MemoryPolicy(**{field.name: getattr(self, field.name) for field in fields(MemoryPolicy)})
@@ -344,6 +378,8 @@ class StageConfig(Config):
         """Return why these settings do not work on several ranks in any layout; None if they do."""
         if self.samples and self.parallel.offload:
             return "samples cannot be combined with parallel.offload; remove one of them."
+        if self.precision == "fp8":
+            return "precision fp8 is not supported on several devices yet; set it to bf16."
         return self.optimizer.sharding_problem()
 
     @property

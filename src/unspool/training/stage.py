@@ -31,6 +31,7 @@ from unspool.data.tokenize.chat_template import common_template
 from unspool.models.checks import check_trainable
 from unspool.models.config import NewModel
 from unspool.models.export import save_model
+from unspool.models.fp8.linear import use_fp8
 from unspool.models.fuse import fuse_parts
 from unspool.models.load import add_special_tokens, build_new, load_model
 from unspool.models.memory.checkpointing import apply_memory, release_host_memory, reserve_host_memory
@@ -296,6 +297,8 @@ def _identity(stage: StageConfig, inputs: StageInputs, *, seed: int, device: tor
         "optimizer": AdamWConfig(),
         "attention_distillation": None,
         "optimizer_state": "keep",
+        "precision": "bf16",
+        "bf16_layers": 0,
         "loss": UniformLoss(),
         "schedule": "cosine",
     }
@@ -353,6 +356,8 @@ def _build(
         return parallelize(model, mesh, stage.parallel, memory=stage.memory, fuse=stage.compile), tokenizer
     if stage.compile:
         fuse_parts(model)
+    if stage.precision == "fp8":
+        use_fp8(model, bf16_layers=stage.bf16_layers)
     apply_memory(model, stage.memory)
     return model, tokenizer
 

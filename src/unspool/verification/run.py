@@ -18,6 +18,7 @@ from unspool.verification import step_checks as steps
 from unspool.verification.case import Case, Check, SkippedError, build_case, training_dtype
 from unspool.verification.exported import check_export, check_rope_tables
 from unspool.verification.fixtures import ModelSpec
+from unspool.verification.fp8_products import check_fp8
 from unspool.verification.memory_settings import check_chunked_loss, policy_checks
 from unspool.verification.rank_layouts import RankGroup, rank_check
 
@@ -27,6 +28,7 @@ PROMISES = {
     3: "A run that is killed at any moment and resumed ends with the same weights.",
     4: "Exported checkpoints give the same logits in plain transformers.",
     5: "Chunked loss, activation checkpointing, offload and tiling change memory, not results.",
+    6: "Products in FP8 are products of operands that are rounded once, in every pass.",
 }
 
 
@@ -52,6 +54,7 @@ def build_checks(plain: PlainProcess, *, kills: int = runs.KILLS, ranks: RankGro
         Check("rope-tables", 4, "cosines and sines up to the last position vs. float64", check_rope_tables),
         Check("chunked-loss", 5, "chunked loss and gradients vs. all logits at once", check_chunked_loss),
         *policy_checks(),
+        Check("fp8", 6, "products of `precision: fp8` vs. rounded operands in float64", check_fp8, once=True),
     ]
     return {check.name: check for check in checks}
 

@@ -19,6 +19,7 @@ from unspool.models.checks import attention_of, check_tokenwise, layers_of, toke
 from unspool.models.memory.host_bytes import LayerWidths, pool_bytes
 from unspool.models.memory.kept import Kept, keep_result_of
 from unspool.models.memory.offload import Offloader, Stored
+from unspool.models.memory.passes import dropping_saved
 from unspool.models.memory.policy import MemoryPolicy
 from unspool.models.memory.tiling import apply_tiles
 
@@ -147,7 +148,8 @@ class _Group:
             return hidden
         calls, self._calls, self._hidden = self._calls, [], None
         if self.offloader is None:
-            return checkpoint(partial(self._run, calls), hidden, use_reentrant=False, **self._options)
+            with dropping_saved():
+                return checkpoint(partial(self._run, calls), hidden, use_reentrant=False, **self._options)
         return self._run_offloaded(calls, hidden, self.offloader)
 
     def _run(self, calls: list[Call], hidden: Any) -> Any:
@@ -169,7 +171,8 @@ class _Group:
 
         needs_grad = hidden.requires_grad
         # `checkpoint` reads the device from this empty tensor, and keeps nothing else.
-        out = checkpoint(run, hidden.new_empty(0), use_reentrant=False, **self._options)
+        with dropping_saved():
+            out = checkpoint(run, hidden.new_empty(0), use_reentrant=False, **self._options)
         self.stored = offloader.put(hidden.contiguous(), before=self._before.stored if self._before else None)
         entry.append(self.stored)
         return out

@@ -22,7 +22,7 @@ import torch
 import torch.nn.attention.varlen  # registers torch.ops.torch_attn
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import _StopRecomputationError
 
@@ -33,6 +33,7 @@ _NAMES = {
     "aten": (
         "mm",
         "addmm",
+        "_scaled_mm",
         "_scaled_dot_product_cudnn_attention",
         "_scaled_dot_product_flash_attention",
         "_scaled_dot_product_efficient_attention",
@@ -80,6 +81,11 @@ def call_foreign(name: str, function: Callable[..., Any], *args: Any, **kwargs: 
             "activation_checkpointing to full, or load the model with unspool.load."
         )
     return out
+
+
+def replays() -> bool:
+    """Return whether results of the forward pass replace those of kernels here, inside a `call`."""
+    return any(isinstance(mode, _Replaying) for mode in _get_current_dispatch_mode_stack())
 
 
 def keep_result_of(module: nn.Module) -> None:
