@@ -216,9 +216,12 @@ class Count(TorchDispatchMode):
         ("llama", {"activation_checkpointing": "full"}, 4 * 3),
         ("llama", {"activation_checkpointing": "full", "layers_per_checkpoint": 2}, 4 * 4 - 2),
         ("Gemma2", {"activation_checkpointing": "full"}, 4 * 4),
+        ("llama", KEEP, 4 * 3),
+        ("llama", KEEP | {"keep_products": 3}, 3),
+        ("Gemma2", KEEP | {"keep_products": 3}, 4 + 3),
     ],
 )
-def test_only_the_last_product_of_a_checkpoint_is_not_computed_again(family, settings, recomputed):
+def test_kept_products_and_the_last_one_of_a_checkpoint_are_not_computed_again(family, settings, recomputed):
     model = build(family)
     use_fp8(model)
     apply_memory(model, MemoryPolicy(**settings))
