@@ -51,8 +51,8 @@ def describe_origins(chosen: Estimate, measured: Calibration | None) -> str:
 def describe_fp8() -> str:
     """Return the origin of the seconds of FP8 products in one line."""
     return (
-        f"fp8 modeled: linear layers {FP8:g} times as fast as in bf16, as one layer of Llama-3-8B's shape on an H200; no "
-        "step was measured"
+        f"fp8 modeled: linear layers {FP8:g} times as fast as in bf16, as one layer of Llama-3-8B's shape on an H200; "
+        "no step was measured"
     )
 
 
