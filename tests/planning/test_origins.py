@@ -129,6 +129,8 @@ def test_fp8_is_modeled_because_no_step_was_measured() -> None:
     assert chosen is not None and chosen.stage.precision == "fp8"
     assert set(number_origins(chosen, None).values()) == {MODELED}
     assert set(number_origins(chosen, calibration(plan)).values()) == {MODELED}
+    assert "precision  fp8 modeled: linear layers 1.63 times as fast" in str(plan)
+    assert "precision  fp8" not in str(planned())
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from typing import Any
 
 from unspool.planning.calibration import Calibration
 from unspool.planning.fit import Estimate, Machine
-from unspool.planning.step_time import StepSeconds
+from unspool.planning.step_time import FP8, StepSeconds
 
 MEASURED, FITTED, MODELED = "measured", "fitted", "modeled"
 LEGEND = {
@@ -45,6 +45,14 @@ def describe_origins(chosen: Estimate, measured: Calibration | None) -> str:
     return (
         f"memory {found['memory.device']}; {computing:.3g} s of computing {found['seconds.matmul']}; "
         f"{seconds.waiting:.3g} s of waiting {found['seconds.waiting']}; step, time and MFU {found['seconds.step']}"
+    )
+
+
+def describe_fp8() -> str:
+    """Return the origin of the seconds of FP8 products in one line."""
+    return (
+        f"fp8 modeled: linear layers {FP8:g} times as fast as in bf16, as one layer of Llama-3-8B's shape on an H200; "
+        "no step was measured"
     )
 
 

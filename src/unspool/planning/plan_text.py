@@ -12,7 +12,7 @@ from unspool.core.sizes import format_count, format_size
 from unspool.models.memory.policy import MemoryPolicy
 from unspool.planning.fit import GIB, Estimate, Machine, set_arguments
 from unspool.planning.footprint import PARTS
-from unspool.planning.origins import describe_links, describe_origins, describe_terms
+from unspool.planning.origins import describe_fp8, describe_links, describe_origins, describe_terms
 from unspool.recipe.launch import describe_layout
 
 if TYPE_CHECKING:
@@ -120,6 +120,8 @@ def _print_estimate(console: Console, found: "Plan", planned: "StagePlan", chose
     console.print(f"time       {_time(chosen.hours, machine, found.price)}; {speed}", soft_wrap=True)
     if machine.count > 1:
         console.print(f"origins    {describe_origins(chosen, found.measured)}", soft_wrap=True)
+    if chosen.stage.precision == "fp8":
+        console.print(f"precision  {describe_fp8()}", soft_wrap=True)
     _print_reported(console, planned, chosen)
     words = set_arguments(planned.index, planned.stage, chosen.stage)
     if words:
