@@ -82,9 +82,11 @@ def _cast(
     # `/` may be off by one rounding, and `div_rn` may not.
     value = value * tl.div_rn(tl.zeros_like(largest) + limit, largest)
     value = tl.maximum(value, -limit, propagate_nan=tl.PropagateNan.ALL)
-    value = tl.minimum(value, limit, propagate_nan=tl.PropagateNan.ALL).to(rows_out.dtype.element_ty)
+    value = tl.minimum(value, limit, propagate_nan=tl.PropagateNan.ALL)
+    fp8 = rows_out.dtype.element_ty
     if by_rows:
-        tl.store(rows_out + row[:, None] * rows_stride + column[None, :], value, mask=inside)
+        tl.store(rows_out + row[:, None] * rows_stride + column[None, :], value.to(fp8), mask=inside)
     if by_columns:
         place = columns_out + column[:, None] * columns_stride + row[None, :]
-        tl.store(place, tl.trans(value), mask=(column < columns)[:, None] & (row < rows)[None, :])
+        # Transposed first: Triton 3.6 writes wrong values if it transposes FP8.
+        tl.store(place, tl.trans(value).to(fp8), mask=(column < columns)[:, None] & (row < rows)[None, :])
