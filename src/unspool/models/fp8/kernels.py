@@ -7,6 +7,7 @@ from compute capability 9.0 on. On 8.9, Triton rounds to fp16 first, so that a v
 the other one.
 """
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -34,6 +35,10 @@ def cast(
     Either may be None, and both may be slices of a larger matrix. `amax` counts as at least `least`.
     """
     assert matrix.dim() == 2 and matrix.stride(1) == 1
+    if matrix.dtype == torch.float32 and rows_out is not None and columns_out is not None:
+        # Triton 3.6 writes wrong columns if one kernel writes both layouts of an fp32 matrix. Training casts bf16.
+        cast(matrix, amax, rows_out, None, limit=limit, least=least)
+        rows_out = None
     out = rows_out if rows_out is not None else columns_out
     rows, columns = matrix.shape
     _cast[(triton.cdiv(rows, TILE), triton.cdiv(columns, TILE))](
@@ -82,11 +87,9 @@ def _cast(
     # `/` may be off by one rounding, and `div_rn` may not.
     value = value * tl.div_rn(tl.zeros_like(largest) + limit, largest)
     value = tl.maximum(value, -limit, propagate_nan=tl.PropagateNan.ALL)
-    value = tl.minimum(value, limit, propagate_nan=tl.PropagateNan.ALL)
-    fp8 = rows_out.dtype.element_ty
+    value = tl.minimum(value, limit, propagate_nan=tl.PropagateNan.ALL).to(rows_out.dtype.element_ty)
     if by_rows:
-        tl.store(rows_out + row[:, None] * rows_stride + column[None, :], value.to(fp8), mask=inside)
+        tl.store(rows_out + row[:, None] * rows_stride + column[None, :], value, mask=inside)
     if by_columns:
         place = columns_out + column[:, None] * columns_stride + row[None, :]
-        # Transposed first: Triton 3.6 writes wrong values if it transposes FP8.
-        tl.store(place, tl.trans(value).to(fp8), mask=(column < columns)[:, None] & (row < rows)[None, :])
+        tl.store(place, tl.trans(value), mask=(column < columns)[:, None] & (row < rows)[None, :])
