@@ -1,7 +1,7 @@
 """The GPU gate: check everything that runs on a GPU. Needs one GPU; installs nothing.
 
     python benchmarks/gate.py --commit HASH    run all parts and write results/gate.json
-    python benchmarks/gate.py --only verify    run some parts, write nothing
+    python benchmarks/gate.py --only verify    run some parts, write nothing without --out FILE
     python benchmarks/gate.py --add FILE       fill in parts that were not run from a gate.json of the same GPU code
     python benchmarks/gate.py --check          print whether GPU code changed since the gate passed; needs no GPU
 
@@ -13,8 +13,10 @@ import argparse
 import hashlib
 import io
 import json
+import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -24,7 +26,7 @@ from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from tokenize import TokenInfo
-from typing import Any
+from typing import IO, Any
 
 from gate_parts import ALONE, NEEDS, PARTS, Gate, run_part
 from processes import environment
@@ -41,6 +43,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--commit", help="hash of the commit under test, written into gate.json")
     parser.add_argument("--only", nargs="+", choices=PARTS, help="run these parts and those they need; write no file")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the results to this file")
+    parser.add_argument("--budget", type=float, metavar="SECONDS", help="stop what still runs after this time")
     parser.add_argument("--add", type=Path, metavar="FILE", help="add parts of another run on the same GPU code")
     parser.add_argument("--check", action="store_true", help="compare gate.json with the code, run nothing")
     parser.add_argument("--small", action="store_true", help="tiny shapes on the CPU, to try the gate itself")
@@ -67,19 +71,21 @@ def main() -> None:
 def run_all(args: argparse.Namespace) -> int:
     began = time.monotonic()
     wanted = with_needed(args.only) if args.only else list(PARTS)
+    out = None if args.small else args.out or (None if args.only else RESULT)
     results: dict[str, dict[str, Any]] = {}
 
     def run(name: str) -> dict[str, Any]:
         failed = next((need for need in needed(name) if not results[need]["passed"]), None)
         if failed:
             return {"passed": False, "reason": f"{failed} failed, which it needs", "seconds": 0.0}
-        return in_own_process(Path(__file__), name, Path(folder), small=args.small)
+        limit = None if args.budget is None else args.budget - (time.monotonic() - began)
+        return in_own_process(Path(__file__), name, Path(folder), small=args.small, limit=limit)
 
     def note(name: str, result: dict[str, Any]) -> None:
         results[name] = result
         print(describe(name, result), flush=True)
-        if not args.only and not args.small:  # after each part, so that a stopped gate leaves its results
-            _write_result(args.commit, results, seconds=round(time.monotonic() - began, 1))
+        if out is not None:  # after each part, so that a stopped gate leaves its results
+            _write_result(out, args.commit, results, seconds=round(time.monotonic() - began, 1))
 
     with tempfile.TemporaryDirectory(prefix="gate-", dir=args.work or roomy_folder()) as folder:
         run_in_order(wanted, run, note)
@@ -107,12 +113,12 @@ def run_in_order(
                 note(running.pop(future), future.result())
 
 
-def _write_result(commit: str | None, results: dict[str, dict[str, Any]], *, seconds: float) -> None:
+def _write_result(out: Path, commit: str | None, results: dict[str, dict[str, Any]], *, seconds: float) -> None:
     from gpu import machine
 
     # The digest decides, not the commit: later commits may change pages only.
     facts = {"commit": commit, "sources": digest_sources(), "passed": False, "seconds": seconds}
-    _save(RESULT, {**facts, "machine": machine(), "parts": results})
+    _save(out, {**facts, "machine": machine(), "parts": results})
 
 
 def add_parts(other: Path, result: Path = RESULT) -> None:
@@ -144,24 +150,43 @@ def with_needed(names: list[str]) -> list[str]:
     return [name for name in PARTS if name in chosen]
 
 
-def in_own_process(script: Path, name: str, work: Path, *options: str, small: bool) -> dict[str, Any]:
+def in_own_process(
+    script: Path, name: str, work: Path, *options: str, small: bool, limit: float | None = None
+) -> dict[str, Any]:
+    """Run a part; after `limit` seconds, kill it and the processes that it started."""
     began = time.monotonic()
+    if limit is not None and limit <= 0:
+        return {"passed": False, "reason": "not started, because the time of --budget was over", "seconds": 0.0}
     command = [sys.executable, script, "--part", name, "--work", work, *options, *(["--small"] if small else [])]
     # Parts that run in parallel must not use all cores each.
     threads = {"OMP_NUM_THREADS": "1"} if small else {} if name in ALONE else {"OMP_NUM_THREADS": "2"}
-    done = subprocess.run(command, capture_output=True, text=True, env=threads | environment(), check=False)
-    lines = done.stdout.splitlines()
-    if done.returncode or not lines or not lines[-1].startswith("{"):
-        reason = (done.stderr.strip().splitlines() or ["no error output"])[-1]
-        result: dict[str, Any] = {
-            "passed": False,
-            "reason": f"its process exited with code {done.returncode}: {reason}",
-        }
+    with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
+        process = subprocess.Popen(
+            command, stdout=stdout, stderr=stderr, text=True, env=threads | environment(), start_new_session=True
+        )
+        try:
+            code: int | None = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            code = None
+        lines, errors = _lines_of(stdout), _lines_of(stderr)
+    result: dict[str, Any]
+    if code is None:
+        result = {"passed": False, "reason": f"stopped after {limit:.0f} s, when the time of --budget was over"}
+    elif code or not lines or not lines[-1].startswith("{"):
+        last = next((line for line in reversed(errors) if line), "no error output")
+        result = {"passed": False, "reason": f"its process exited with code {code}: {last}"}
     else:
         result = json.loads(lines[-1])
     if not result["passed"]:
-        sys.stderr.write("".join(f"{name}: {line}\n" for line in done.stderr.splitlines()[-LOG_LINES:]))
+        sys.stderr.write("".join(f"{name}: {line}\n" for line in errors[-LOG_LINES:]))
     return result | {"seconds": round(time.monotonic() - began, 1)}
+
+
+def _lines_of(file: IO[str]) -> list[str]:
+    file.seek(0)
+    return file.read().splitlines()
 
 
 def roomy_folder() -> str | None:

@@ -139,9 +139,14 @@ def run_tests(gate: Gate) -> dict[str, Any]:
     parallel = ["-n", str(TEST_WORKERS), "--dist", "worksteal"]
     workers = parallel if importlib.util.find_spec("xdist") else []
     files = sorted(str(path) for path in (ROOT / "tests").rglob("test_*.py") if "mark.gpu" in path.read_text())
-    short = ["-q", "--tb=short", "--show-capture=no"]  # the gate prints the last lines
+    short = ["-v", "--tb=short", "--show-capture=no"]  # the gate prints the last lines
     command = [sys.executable, "-m", "pytest", "-m", "gpu", *short, "-p", "no:cacheprovider", f"--junitxml={report}"]
-    code = subprocess.run([*command, *workers, *files], cwd=ROOT, stdout=sys.stderr, check=False).returncode
+    with subprocess.Popen([*command, *workers, *files], cwd=ROOT, stdout=subprocess.PIPE, text=True) as tests:
+        assert tests.stdout is not None
+        for line in tests.stdout:  # at once, so that a gate that is stopped has printed what failed
+            if "::" not in line or "FAILED" in line or "ERROR" in line:
+                sys.stderr.write(line)
+    code = tests.returncode
     suite = ElementTree.parse(report).getroot().find("testsuite")
     assert suite is not None
     counts = {key: int(suite.get(key, 0)) for key in ("tests", "failures", "errors", "skipped")}

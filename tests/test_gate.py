@@ -81,6 +81,31 @@ def test_a_change_of_a_gpu_file_makes_the_result_old_and_another_does_not(gate: 
     )
 
 
+SLOW_PART = """
+import subprocess, sys, time
+print("test_one FAILED", file=sys.stderr, flush=True)
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+open(sys.argv[sys.argv.index("--work") + 1] + "/pid", "w").write(str(child.pid))
+time.sleep(600)
+"""
+
+
+def test_a_part_that_outlasts_the_budget_is_killed_with_its_processes_and_shows_what_it_printed(
+    gate: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "part.py"
+    script.write_text(SLOW_PART)
+    result = gate.in_own_process(script, "tests", tmp_path, small=True, limit=3.0)
+    assert not result["passed"]
+    assert result["reason"] == "stopped after 3 s, when the time of --budget was over"
+    assert "tests: test_one FAILED" in capsys.readouterr().err
+    pid = (tmp_path / "pid").read_text()
+    state = Path(f"/proc/{pid}/stat")
+    assert not state.exists() or state.read_text().split()[2] == "Z", "the child of the part still runs"
+    late = gate.in_own_process(script, "tests", tmp_path, small=True, limit=-1.0)
+    assert (late["passed"], late["reason"]) == (False, "not started, because the time of --budget was over")
+
+
 SOURCE = '''"""A module."""
 
 import torch  # the only one

@@ -14,7 +14,7 @@ from unspool.models.memory.checkpointing import apply_memory
 from unspool.models.memory.policy import MemoryPolicy
 
 pytestmark = pytest.mark.gpu
-SHAPES = [(128, 128), (16, 16), (4096, 1024), (1000, 4112), (48, 14336), (33, 272), (65536, 576)]
+SHAPES = [(128, 128), (16, 16), (1000, 4112), (48, 14336), (33, 272)]
 
 
 def random(*shape, seed=0, size=1.0, dtype=torch.bfloat16):
@@ -32,7 +32,7 @@ def assert_same_bits(found, wanted, what):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_casts_equal_torch_bit_for_bit(shape, dtype):
-    for seed, size in enumerate((1e-9, 3e-4, 1.0, 170.0, 2e4)):
+    for seed, size in enumerate((1e-9, 1.0, 2e4)):
         matrix = random(*shape, seed=seed, size=size, dtype=dtype)
         operand = round_to_fp8((matrix,))
         amax = matrix.cpu().abs().max().float()[None]
@@ -102,7 +102,7 @@ def relative(found, wanted):
     return float((found - wanted).norm() / wanted.norm())
 
 
-@pytest.mark.parametrize("tokens", [16, 1040, 8192])
+@pytest.mark.parametrize("tokens", [16, 1040])
 def test_products_equal_those_on_a_cpu(tokens):
     hidden = random(1, tokens, 576).requires_grad_()
     weights = [random(size, 576, seed=size, size=0.02).requires_grad_() for size in (576, 192, 192)]
@@ -153,8 +153,9 @@ def largest_error(found, wanted):
     return max((error, name) for name, error in errors.items())
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
-@pytest.mark.parametrize("settings", POLICIES, ids=str)
+@pytest.mark.parametrize(
+    ("family", "settings"), [*(("llama", each) for each in POLICIES), ("qwen2", POLICIES[3])], ids=str
+)
 def test_recomputation_gives_the_same_gradients(family, settings):
     """Attention's backward pass may add in another order, whose effect two equal runs show."""
     plain = gradients(family, {})
