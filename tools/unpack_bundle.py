@@ -153,13 +153,27 @@ def tensor_digest(path: Path) -> str:
     return found.hexdigest()
 
 
+# As `unspool export`, without its logits: the tensors are compared with those that it wrote for the bundle.
+DEQUANTIZE = """
+import sys
+from pathlib import Path
+import torch
+from unspool.models.export import save_model
+from unspool.models.load import load_model
+from unspool.models.tokenizer import load_tokenizer
+model = load_model(sys.argv[1], device=torch.device("cpu"), dtype=torch.float32)
+save_model(model, load_tokenizer(sys.argv[1]), Path(sys.argv[2]), dtype=torch.float32)
+"""
+
+
 def build_model(listed: dict[str, Any], target: Path, source: Path) -> str:
     """Dequantize the model, and compare its tensors with those of the machine that packed it."""
     weights = target / MODEL / "model.safetensors"
     done = target / ".unpacked" / listed["tensors"]
     if listed["gguf"] and not done.is_file():
         shutil.rmtree(target / MODEL, ignore_errors=True)
-        run(target, source, "-m", "unspool", "export", str(target / GGUF), str(target / MODEL), what="export")
+        (target / MODEL).mkdir(parents=True)
+        run(target, source, "-c", DEQUANTIZE, str(target / GGUF), str(target / MODEL), what="dequantizing the model")
     if not done.is_file():
         if tensor_digest(weights) != listed["tensors"]:
             raise BundleError(f"{weights}: other tensors than on the machine that packed it; compare the versions.")
