@@ -4,6 +4,7 @@ through `unspool eval`; a part raises FailedError or returns what it measured.
 
 import json
 import math
+import os
 import shutil
 import signal
 import subprocess
@@ -228,6 +229,7 @@ def run_fp8(gate: Gate) -> dict[str, Any]:
     kept = {"activation_checkpointing": "keep-attention", "keep_products": 2}
     settings = {"model": "135m", "steps": FP8_STEPS, "compile": False, "warmup_ratio": 0, **kept}
     recipes = {name: gate.write_recipe(case, name, precision=name, **settings) for name in ("bf16", "fp8")}
+    os.environ["UNSPOOL_EXPERIMENTAL"] = "fp8"
     started = [Started(recipe, gate.stage(name)) for name, recipe in recipes.items()]
     for one in started:
         one.wait()

@@ -12,7 +12,7 @@ import unspool.training.stage as stage_module
 from factory import build_model, build_stage, in_child, random_tokens, save_folder
 from unspool.core.artifacts import read_manifest
 from unspool.core.errors import ConfigError
-from unspool.recipe.check_stages import check_stages
+from unspool.recipe.check_stages import EXPERIMENTAL, check_stages
 from unspool.training.parallel.apply import check_fit
 
 from .stage_runs import STAGE, assert_same_result, kill_after_step, metrics, run
@@ -68,12 +68,34 @@ def test_settings_that_do_not_fit_are_refused(settings, message):
     assert message in str(refused.value)
 
 
-def refusal(folder, stage, device="cpu"):
+@pytest.fixture(autouse=True)
+def experiment(monkeypatch):
+    monkeypatch.setenv(EXPERIMENTAL, "fp8")
+
+
+def context_of(folder, stage, device="cpu"):
     ranks = SimpleNamespace(device=torch.device(device))
-    context = SimpleNamespace(model=str(folder), recipe=SimpleNamespace(stages=[stage]), ranks=ranks)
+    return SimpleNamespace(model=str(folder), recipe=SimpleNamespace(stages=[stage]), ranks=ranks)
+
+
+def refusal(folder, stage, device="cpu"):
     with pytest.raises(ConfigError) as refused:
-        check_stages(context)
+        check_stages(context_of(folder, stage, device))
     return str(refused.value)
+
+
+def test_fp8_must_be_asked_for_as_an_experiment(tmp_path, monkeypatch):
+    folder = save_folder(tmp_path / "model", build_model())
+    for others in (None, "", "fp16,fp4"):
+        monkeypatch.delenv(EXPERIMENTAL) if others is None else monkeypatch.setenv(EXPERIMENTAL, others)
+        assert refusal(folder, FP8) == (
+            "stage one: precision fp8 is an experiment: its speed and quality are not measured yet. Set the "
+            "environment variable UNSPOOL_EXPERIMENTAL=fp8 to try it, or precision to bf16."
+        )
+    monkeypatch.setenv(EXPERIMENTAL, "fp4,fp8")
+    check_stages(context_of(folder, FP8))
+    monkeypatch.delenv(EXPERIMENTAL)
+    check_stages(context_of(folder, STAGE))
 
 
 def test_a_model_that_does_not_fit_is_refused_before_any_work(tmp_path):

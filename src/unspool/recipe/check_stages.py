@@ -6,6 +6,7 @@ compute something with the weights run when a stage starts.
 
 import copy
 import logging
+import os
 from typing import Any
 
 from unspool.core.errors import ConfigError, UnspoolError
@@ -16,6 +17,8 @@ from unspool.training.config import StageConfig
 logger = logging.getLogger(__name__)
 
 BASE = "base"
+# Names of settings, with commas, whose effect on quality is not measured yet.
+EXPERIMENTAL = "UNSPOOL_EXPERIMENTAL"
 # Embeddings are the only weights that get memory, so the model is built with few.
 FEW_TOKENS = {"vocab_size": 8, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
 
@@ -24,7 +27,7 @@ def check_stages(context: RunContext) -> None:
     """Raise ConfigError for the first stage that does not fit, with its name."""
     if not context.recipe.stages:
         return
-    _check_device(context)
+    _check_precision(context)
     try:
         models = {BASE: _build(context.model)}
         previous = BASE
@@ -38,9 +41,14 @@ def check_stages(context: RunContext) -> None:
         logger.debug(f"stages are not checked before they start: {error!r}")
 
 
-def _check_device(context: RunContext) -> None:
-    """Refuse FP8 on a device that has no FP8 products."""
+def _check_precision(context: RunContext) -> None:
+    """Refuse FP8 unless it was asked for as an experiment, and on a device that has no FP8 products."""
     stages = [stage.name for stage in context.recipe.stages if stage.precision == "fp8"]
+    if stages and "fp8" not in os.environ.get(EXPERIMENTAL, "").split(","):
+        raise ConfigError(
+            f"stage {stages[0]}: precision fp8 is an experiment: its speed and quality are not measured yet. Set the "
+            f"environment variable {EXPERIMENTAL}=fp8 to try it, or precision to bf16."
+        )
     if stages and context.ranks is not None:
         from unspool.models.fp8.support import refuse_device
 

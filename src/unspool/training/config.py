@@ -191,7 +191,8 @@ class StageConfig(Config):
         "bf16",
         description="Precision of matrix products on a GPU. `fp8` rounds the operands of the layers' linear layers to "
         "FP8 (E4M3) with one scale each, forward and backward; weights keep the precision of `optimizer`, and "
-        "attention, embeddings and head stay in bf16. Needs one GPU of compute capability 8.9 or newer. A CPU computes "
+        "attention, embeddings and head stay in bf16. An experiment: needs the environment variable "
+        "`UNSPOOL_EXPERIMENTAL=fp8`, and one GPU of compute capability 8.9 or newer. A CPU computes "
         "bf16 as fp32, and fp8 with the same rounding, slowly, for tests.",
     )
     bf16_layers: int = Field(
