@@ -157,15 +157,15 @@ def largest_error(found, wanted):
     ("family", "settings"), [*(("llama", each) for each in POLICIES), ("qwen2", POLICIES[3])], ids=str
 )
 def test_recomputation_gives_the_same_gradients(family, settings):
-    """Attention may add in another order, whose effect equal runs show.
+    """Attention may add in another order, whose effect equal runs show, or round its result differently.
 
-    A difference of one bf16 rounding moves 1 to 2% of all values to the next FP8 number, 6% away, in every product. So
-    equal gradients can be 1% apart. A missing or transposed operand is an error of 0.5 or more.
+    Measured on a CPU with this model: if attention's results change by one bf16 rounding (0.2%), gradients change by
+    0.3% without FP8 and by 7 to 11% with it. A missing or transposed operand is an error of 0.5 or more.
     """
     plain = gradients(family, {})
     noise = max(largest_error(gradients(family, {}), plain)[0] for _ in range(2))
     error, where = largest_error(gradients(family, settings), plain)
-    assert error <= 2 * noise + 0.05, f"{error:.2e} in {where}; equal runs differ by {noise:.2e}"
+    assert error <= 2 * noise + 0.2, f"{error:.2e} in {where}; equal runs differ by {noise:.2e}"
 
 
 def test_fused_models_train_in_fp8():
