@@ -201,16 +201,15 @@ def test_readmes_earlier_study() -> None:
 
 def test_needles_on_one_gpu() -> None:
     text = page("docs/results/smollm2-evals.md")
-    for length in LENGTHS:
-        cells = rows(text, f"{length // K}K |")[0]
-        both = [needles(f"{EVALS}/h200/{model}-s0/niah.jsonl.gz", length) for model in ("base", "utk")]
-        assert cells == [percent(list(one.values())) for one in both]
     pairs = [
         [needles(f"{EVALS}/h200/{model}-s0/niah.jsonl.gz", length) for model in ("base", "utk")] for length in LENGTHS
     ]
     change = np.concatenate([paired(*one) for one in pairs])
-    assert f"Of the {len(change)} prompts the extended model gains {(change > 0).sum()} and loses one" in text
+    assert f"of {len(change)} prompts the extended model, arm `utk`" in text
+    assert f"gains {(change > 0).sum()} and loses one" in text
     assert (change < 0).sum() == 1
+    beyond = [score for untouched, _ in pairs[3:] for score in untouched.values()]
+    assert sum(beyond) == 0 and f"Beyond 8K the untouched model finds none of {len(beyond)}" in text
 
 
 def test_every_task_of_ruler_on_one_gpu() -> None:
@@ -255,15 +254,15 @@ def _graded(scores: Sequence[float]) -> tuple[float, float]:
 
 
 def test_positions_without_training() -> None:
-    text = page("docs/results/training-free.md")
+    text = page("docs/results/smollm2-evals.md")
     numbers = json.loads((RESULTS / "training-free" / "numbers.json").read_text())
     for one in numbers["results"]:
-        expected = [f"{b['value']:.2f} ±{b['half']:.2f}" for b in one["buckets"]]
+        expected = [f"{b['value']:.2f} ±{b['half']:.2f}" for b in one["buckets"][::2]]
         assert rows(text, f"`{one['position']['method']}`") == [expected]
 
 
 def test_instruction_tuning() -> None:
-    text = page("docs/results/smollm2-sft.md")
+    text = page("docs/results/smollm2-evals.md")
     summaries = [
         json.loads((RESULTS / "smollm2-sft" / model / "summary.json").read_text()) for model in ("base", "sft")
     ]
@@ -291,7 +290,7 @@ def test_needles_on_a_cpu_follow_from_share_and_n() -> None:
 def test_short_tasks_move_by_less_than_two_independent_samples_show() -> None:
     text = page("docs/results/smollm2-evals.md")
     table = stats.contingency.chi2_contingency([[172, 228], [152, 248]], correction=False)
-    assert rows(text, "HellaSwag")[0][:2] == ["43.0% (38–48)", "38.0% (33–43)"]
+    assert "HellaSwag: 43.0% (38–48) and 38.0% (33–43)" in text
     assert f"two independent samples of 400 would give p = {table.pvalue:.2f}" in text
 
 
