@@ -1,5 +1,6 @@
 """The results pages say what `make results` computes from the committed answers."""
 
+import csv
 import gzip
 import importlib.util
 import json
@@ -177,6 +178,18 @@ def test_a_rank_correlation():
     far = [sum(needles(f"{arm}-s0", 16 * K, 32 * K).values()) for arm in arms]
     near = [sum(needles(f"{arm}-s0", 8 * K).values()) for arm in arms]
     assert cells("data.md", "needles 8K |")[1] == f"+{stats.spearmanr(far, near).statistic:.2f}"
+
+
+def test_the_intervals_of_the_pages_were_compared_with_others() -> None:
+    with (RESULTS / "data" / "coverage.csv").open(encoding="utf-8", newline="") as file:
+        found = [row for row in csv.DictReader(file) if row["seeds"] == "3"]
+    assert {(row["questions"], row["trials"]) for row in found} == {("25", "2000"), ("100", "2000")}
+    text = (RESULTS / "data.md").read_text(encoding="utf-8")
+    for method in ("questions", "bootstrap", "t", "two-level"):
+        rates = [100 * float(row[f"{method} coverage"]) for row in found]
+        assert f"{min(rates):.1f}% to {max(rates):.1f}%" in text, method
+    wider = max(float(row["t width"]) / float(row["two-level width"]) for row in found)
+    assert f"up to {wider:.1f} times as wide" in text
 
 
 # Data and figures
