@@ -11,18 +11,18 @@ DEMO_SPANS = {"inside 256": (0, 256), "at 256–512": (256, 512), "at 512–1K":
 
 
 def test_the_demo_finds_needles_in_one_wording_only():
-    lines = (RESULTS / "demo.md").read_text().splitlines()
+    text = (RESULTS / "demo.md").read_text()
+    assert "in the five others every model finds 0 of 100 at every length" in text
+    lines = text.splitlines()
     table = {cells[0]: cells[1:] for cells in ([c.strip() for c in line.split("|")[1:-1]] for line in lines) if cells}
     for arm in ("base", "abf", "utk", "utk-harpe"):
         found = samples(f"demo/{arm}.jsonl.gz")
         drilled, others = ([one for one in found if (one["needle_wording"] == "magic") is own] for own in (True, False))
-        cells = []
         for group, n in ((drilled, 20), (others, 100)):
-            for length in (256, K, 2 * K):
-                scores = [one["score"] for one in group if one["length"] == length]
-                assert len(scores) == n
-                cells.append(f"{sum(scores):.0f}")
-        assert table[arm] == cells
+            scores = [[one["score"] for one in group if one["length"] == length] for length in (256, K, 2 * K)]
+            assert [len(found) for found in scores] == [n] * 3
+            wanted = table[arm] if group is drilled else ["0"] * 3
+            assert [f"{sum(found):.0f}" for found in scores] == wanted
 
 
 def _with_half(path: str, span: tuple[int, int]) -> str:

@@ -110,7 +110,7 @@ PAGE = page("docs/results/smollm2-32k.md")
 def test_needles_of_the_study(label: str) -> None:
     found = rows(PAGE, label)
     path = study(ARMS[label])
-    assert found[0] == [percent(list(needles(path, length).values())) for length in LENGTHS]
+    assert found[0] == [percent(list(needles(path, length).values())) for length in LENGTHS[2:]]
 
 
 def test_losses_of_the_study_by_position() -> None:
@@ -124,7 +124,8 @@ def test_losses_of_the_study_by_position() -> None:
 @pytest.mark.parametrize("label", SEED_1)
 def test_needles_of_the_study_with_the_other_seed(label: str) -> None:
     path = study(SEED_1[label])
-    assert rows(PAGE, f"{label}, seed 1")[0] == [percent(list(needles(path, length).values())) for length in LENGTHS]
+    wanted = [percent(list(needles(path, length).values())) for length in LENGTHS[2:]]
+    assert rows(PAGE, f"{label}, seed 1")[0] == wanted
 
 
 def test_losses_of_the_study_vary_over_windows_as_the_page_says() -> None:
@@ -178,7 +179,7 @@ def test_p_values_and_intervals_of_losses_are_paired_over_windows() -> None:
         assert cells[3] == as_p(p) or (cells[3] == "0.002" and 0.001 < p < 0.004), (label, p)
 
 
-def test_what_the_study_says_of_two_seeds_and_of_single_lengths() -> None:
+def test_what_the_study_says_of_two_seeds() -> None:
     means = {
         arm: [np.mean(list(needles(study(f"{arm}-s{seed}"), 16 * K, 32 * K).values())) for seed in (0, 1)]
         for arm in ("abf", "utk")
@@ -191,14 +192,6 @@ def test_what_the_study_says_of_two_seeds_and_of_single_lengths() -> None:
     floored = 2 * stats.t.sf(prompts.mean() / floor, 1)
     assert f"With the two seeds as units, `utk` against `abf` has p = {floored:.2f}" in PAGE
     assert f"({plain:.2f} without the spread" in PAGE
-    at_8k = [paired(needles(study(f"abf-s{seed}"), 8 * K), needles(study(f"utk-s{seed}"), 8 * K)) for seed in (0, 1)]
-    both = np.concatenate(at_8k)
-    assert ((both > 0).sum(), (both < 0).sum()) == (15, 1)
-    p = sign_test(both)
-    assert f"15 needles gained, 1 lost, p = {p:.4f} uncorrected, {7 * p:.3f} by Holm's method" in PAGE
-    cip2 = paired(needles(study("utk-s0"), 16 * K, 32 * K), needles(study("cip2-s0"), 16 * K, 32 * K))
-    assert ((cip2 > 0).sum(), (cip2 < 0).sum()) == (13, 8)
-    assert f"sign test p = {sign_test(cip2):.2f}" in PAGE
 
 
 def test_readmes_earlier_study() -> None:
@@ -208,16 +201,15 @@ def test_readmes_earlier_study() -> None:
 
 def test_needles_on_one_gpu() -> None:
     text = page("docs/results/smollm2-evals.md")
-    for length in LENGTHS:
-        cells = rows(text, f"{length // K}K |")[0]
-        both = [needles(f"{EVALS}/h200/{model}-s0/niah.jsonl.gz", length) for model in ("base", "utk")]
-        assert cells == [percent(list(one.values())) for one in both]
     pairs = [
         [needles(f"{EVALS}/h200/{model}-s0/niah.jsonl.gz", length) for model in ("base", "utk")] for length in LENGTHS
     ]
     change = np.concatenate([paired(*one) for one in pairs])
-    assert f"Of the {len(change)} prompts the extended model gains {(change > 0).sum()} and loses one" in text
+    assert f"of {len(change)} prompts the extended model, arm `utk`" in text
+    assert f"gains {(change > 0).sum()} and loses one" in text
     assert (change < 0).sum() == 1
+    beyond = [score for untouched, _ in pairs[3:] for score in untouched.values()]
+    assert sum(beyond) == 0 and f"Beyond 8K the untouched model finds none of {len(beyond)}" in text
 
 
 def test_every_task_of_ruler_on_one_gpu() -> None:
@@ -262,15 +254,15 @@ def _graded(scores: Sequence[float]) -> tuple[float, float]:
 
 
 def test_positions_without_training() -> None:
-    text = page("docs/results/training-free.md")
+    text = page("docs/results/smollm2-evals.md")
     numbers = json.loads((RESULTS / "training-free" / "numbers.json").read_text())
     for one in numbers["results"]:
-        expected = [f"{b['value']:.2f} ±{b['half']:.2f}" for b in one["buckets"]]
+        expected = [f"{b['value']:.2f} ±{b['half']:.2f}" for b in one["buckets"][::4]]
         assert rows(text, f"`{one['position']['method']}`") == [expected]
 
 
 def test_instruction_tuning() -> None:
-    text = page("docs/results/smollm2-sft.md")
+    text = page("docs/results/smollm2-evals.md")
     summaries = [
         json.loads((RESULTS / "smollm2-sft" / model / "summary.json").read_text()) for model in ("base", "sft")
     ]
@@ -298,7 +290,7 @@ def test_needles_on_a_cpu_follow_from_share_and_n() -> None:
 def test_short_tasks_move_by_less_than_two_independent_samples_show() -> None:
     text = page("docs/results/smollm2-evals.md")
     table = stats.contingency.chi2_contingency([[172, 228], [152, 248]], correction=False)
-    assert rows(text, "HellaSwag")[0][:2] == ["43.0% (38–48)", "38.0% (33–43)"]
+    assert "HellaSwag: 43.0% (38–48) and 38.0% (33–43)" in text
     assert f"two independent samples of 400 would give p = {table.pvalue:.2f}" in text
 
 

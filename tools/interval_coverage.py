@@ -9,7 +9,7 @@ seed. The true difference is the mean over all questions and seeds. Four interva
 - `t`: Student's t over seeds, with the spread over questions as a lower bound of the error (`over_seeds`);
 - `two-level`: `unspool.studies.two_level`, which the results pages use.
 
-The table is written to docs/results/data/coverage.csv, and `make results` shows it.
+The table is written to docs/results/data/coverage.csv.
 """
 
 import argparse

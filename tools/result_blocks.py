@@ -4,7 +4,6 @@ Cells of scores are percents with 95% intervals: over questions for one training
 otherwise (`unspool.studies.two_level`).
 """
 
-import csv
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -344,27 +343,6 @@ def agreement(settings: Mapping[str, Any]) -> Output:
     return Output(text="\n".join([*markdown_lines(head, rows), "", note]))
 
 
-def coverage(settings: Mapping[str, Any]) -> Output:
-    """How often intervals contain the truth, from the file that tools/interval_coverage.py writes.
-
-    Settings: file, seeds (rows with this number of seeds only).
-    """
-    with (RESULTS / settings["file"]).open(encoding="utf-8", newline="") as file:
-        found = [row for row in csv.DictReader(file) if row["seeds"] == str(settings.get("seeds", row["seeds"]))]
-    methods = {"questions": "over questions", "bootstrap": "hierarchical bootstrap", "t": "t over seeds"}
-    methods |= {"two-level": "two-level"}
-    rows = [
-        [row["study"], row["seeds"], row["questions"], *(_covered(row, method) for method in methods)] for row in found
-    ]
-    head = ["simulated study", "seeds", "n", *methods.values()]
-    note = f"Coverage of the truth, and mean width in points. {found[0]['trials']} studies per row."
-    return Output(text="\n".join([*markdown_lines(head, rows), "", note]))
-
-
-def _covered(row: Mapping[str, str], method: str) -> str:
-    return f"{100 * float(row[f'{method} coverage']):.1f}% ({100 * float(row[f'{method} width']):.0f})"
-
-
 def inventory(settings: Mapping[str, Any]) -> Output:
     """The committed data. Settings: data (list of folders)."""
     rows = []
@@ -403,7 +381,6 @@ BLOCKS: dict[str, Callable[[Mapping[str, Any]], Output]] = {
     "figure": figure,
     "claims": claims,
     "agreement": agreement,
-    "coverage": coverage,
     "inventory": inventory,
     **COST_BLOCKS,
 }
