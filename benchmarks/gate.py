@@ -22,8 +22,9 @@ import sys
 import tempfile
 import time
 import tokenize
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tokenize import TokenInfo
 from typing import IO, Any
@@ -37,12 +38,16 @@ RESULT = ROOT / "benchmarks" / "results" / "gate.json"
 GPU_SOURCES = ("rope", "models", "training", "verification", "evals/backends", "inspection/attention")
 IMPORTS_TORCH = re.compile(r"^\s*(import|from) (torch|triton)\b", re.MULTILINE)
 LOG_LINES = 60  # printed for a part that failed
+# Processes of parts. Each leads a session of its own, so that it can be killed with those that it started.
+_active: set[subprocess.Popen[str]] = set()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--commit", help="hash of the commit under test, written into gate.json")
-    parser.add_argument("--only", nargs="+", choices=PARTS, help="run these parts and those they need; write no file")
+    parser.add_argument(
+        "--only", nargs="+", choices=PARTS, help="run these parts and those they need; write only --out"
+    )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the results to this file")
     parser.add_argument("--budget", type=float, metavar="SECONDS", help="stop what still runs after this time")
     parser.add_argument("--add", type=Path, metavar="FILE", help="add parts of another run on the same GPU code")
@@ -65,6 +70,7 @@ def main() -> None:
         from gpu import require_gpu
 
         require_gpu()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     sys.exit(run_all(args))
 
 
@@ -99,7 +105,7 @@ def run_in_order(
 ) -> None:
     """Run each part once the parts it needs are done. A part of ALONE runs alone, before the parts listed after it."""
     waiting, running = list(names), dict[Future[dict[str, Any]], str]()
-    with ThreadPoolExecutor(len(names)) as pool:
+    with ThreadPoolExecutor(len(names)) as pool, kill_parts_on_error():
         while waiting or running:
             for name in list(waiting):
                 open_needs = {*waiting, *running.values()}.intersection(needed(name))
@@ -111,6 +117,22 @@ def run_in_order(
                     break
             for future in wait(running, return_when=FIRST_COMPLETED).done:
                 note(running.pop(future), future.result())
+
+
+@contextmanager
+def kill_parts_on_error() -> Iterator[None]:
+    """Kill the parts that run if the gate itself is interrupted or ended."""
+    try:
+        yield
+    except BaseException:
+        for process in list(_active):
+            _kill(process)
+        raise
+
+
+def _kill(process: "subprocess.Popen[str]") -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def _write_result(out: Path, commit: str | None, results: dict[str, dict[str, Any]], *, seconds: float) -> None:
@@ -164,12 +186,14 @@ def in_own_process(
         process = subprocess.Popen(
             command, stdout=stdout, stderr=stderr, text=True, env=threads | environment(), start_new_session=True
         )
+        _active.add(process)
         try:
             code: int | None = process.wait(limit)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
+            _kill(process)
             process.wait()
             code = None
+        _active.discard(process)
         lines, errors = _lines_of(stdout), _lines_of(stderr)
     result: dict[str, Any]
     if code is None:

@@ -1,9 +1,11 @@
 """The GPU gate: when it calls itself outdated, and its parts on tiny shapes."""
 
+import argparse
 import ast
 import importlib
 import json
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -114,6 +116,55 @@ def test_a_part_that_outlasts_the_budget_is_killed_with_its_processes_and_shows_
     assert not is_running(pid), "the child of the part still runs"
     late = gate.in_own_process(script, "tests", tmp_path, small=True, limit=-1.0)
     assert (late["passed"], late["reason"]) == (False, "not started, because the time of --budget was over")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_gate_leaves_no_part_behind(tmp_path: Path, number: signal.Signals) -> None:
+    script = tmp_path / "part.py"
+    script.write_text(SLOW_PART)
+    code = f"""
+import signal, sys
+sys.path.insert(0, {str(BENCHMARKS)!r})
+from pathlib import Path
+import gate
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+run = lambda name: gate.in_own_process(Path({str(script)!r}), name, Path({str(tmp_path)!r}), small=True)
+gate.run_in_order(["tests"], run, print)
+"""
+    process = subprocess.Popen([sys.executable, "-c", code])
+    pid = tmp_path / "pid"
+    for _ in range(600):
+        if pid.is_file() and pid.read_text():
+            break
+        time.sleep(0.1)
+    process.send_signal(number)
+    assert process.wait(60) != 0
+    for _ in range(300):
+        if not is_running(int(pid.read_text())):
+            break
+        time.sleep(0.1)
+    assert not is_running(int(pid.read_text())), "the child of the part still runs"
+
+
+def test_some_parts_can_be_written_to_a_file_of_their_own(
+    gate: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = []
+
+    def part(script: Path, name: str, work: Path, *, small: bool, limit: float | None) -> dict[str, Any]:
+        limits.append(limit)
+        return {"passed": True, "seconds": 1.0}
+
+    monkeypatch.setattr(gate, "in_own_process", part)
+    monkeypatch.setattr(gate, "RESULT", tmp_path / "gate.json")
+    monkeypatch.setattr(importlib.import_module("gpu"), "machine", dict)
+    given = argparse.Namespace(only=["export"], out=tmp_path / "more.json", work=tmp_path, commit="c", small=False)
+    given.budget = 100.0
+    assert gate.run_all(given) == 0
+    found = json.loads((tmp_path / "more.json").read_text())
+    assert set(found["parts"]) == {"model-135m", "135m-32k", "export"} and "tests" in found["not_run"]
+    assert not found["passed"] and not (tmp_path / "gate.json").exists()
+    assert all(0 < limit <= 100 for limit in limits)
 
 
 SOURCE = '''"""A module."""
