@@ -1,10 +1,10 @@
 """Operands of matrix products in FP8 (E4M3), and the product itself.
 
-Every operand gets one scale, from its own largest value in the current pass. Three products of a linear layer need
-both layouts of each operand, because FP8 units multiply rows by rows: the forward pass reads the input and the weight
-by rows, the input's gradient reads the weight by columns, and the weight's gradient reads the input and the output's
-gradient by columns.
-Several matrices are cast into one, so that products with the same input are one product. On a CPU, torch casts.
+Every operand gets one scale, from its own largest value in the current pass; joined gradients get one each. Three
+products of a linear layer need both layouts of each operand, because FP8 units multiply rows by rows: the forward pass
+reads the input and the weight by rows, the input's gradient reads the weight by columns, and the weight's gradient
+reads the input and the output's gradient by columns. Several matrices are cast into one, so that products with the same
+input are one product. On a CPU, torch casts.
 """
 
 from collections.abc import Iterator, Sequence
